@@ -1,4 +1,5 @@
-"""The form of blocks on the wire between two ranks. Both ranks compute it from both identities.
+"""The form of blocks on the wire between two ranks. Each rank computes the form from both
+identities.
 
     source's record ──packing──> shared heads ──convert──> wire
                                  wire ──convert──> shared heads ──unpacking──> sink's record
@@ -38,7 +39,7 @@ WIDE = (KVFormat.FP32, KVFormat.BF16)
 
 
 class Disagreement(BatonError):
-    """Two workers cannot exchange blocks. `field` names the first reason."""
+    """Two workers cannot exchange blocks. `field` names the first field in which they disagree."""
 
     def __init__(self, field: str) -> None:
         super().__init__(field)
@@ -47,21 +48,23 @@ class Disagreement(BatonError):
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """The form in which the blocks of one rank of a source reach one rank of a sink."""
+    """The form in which blocks of a source rank are sent to a sink rank."""
 
     stored: KVLayout  # the heads and layers on the wire, in the source's format
     travels_as: KVFormat
     wanted: KVLayout  # the same heads and layers, in the sink's format
     packing: tuple[RecordPiece, ...]  # from the source's record to the shared record
     unpacking: tuple[RecordPiece, ...]  # from the shared record to the sink's record
-    pieces: tuple[RecordPiece, ...] | None  # from record to record; None if formats differ
+    # from the source's record directly to the sink's; None if the formats differ
+    pieces: tuple[RecordPiece, ...] | None
     layout: KVLayout  # layout of the record on the wire
-    record_bytes: int  # a block's on the wire; zero if other ranks give the sink all its bytes
+    # bytes of a block on the wire; zero if other ranks give the sink all its bytes
+    record_bytes: int
     num_holders: int  # number of sink ranks that hold each lease of this source rank
 
 
 def agree(source: Identity, sink: Identity) -> Wire:
-    """Returns the form between a source rank and a sink rank. Raises Disagreement."""
+    """Returns the form of blocks between a source rank and a sink rank. Raises Disagreement."""
     if source.fingerprint != sink.fingerprint:
         raise Disagreement("fingerprint")
     field = _plain(source.layout).difference(_plain(sink.layout))
@@ -94,19 +97,19 @@ def agree(source: Identity, sink: Identity) -> Wire:
 
 
 class SourceRanks(NamedTuple):
-    """The source ranks from which a sink rank pulls, as indices."""
+    """The source ranks from which a sink rank pulls, given by their indices."""
 
     held: tuple[int, ...]  # source ranks whose leases the sink rank holds
     idle: tuple[int, ...]  # ranks of `held` that give the sink rank no bytes
 
 
-@lru_cache(maxsize=256)  # by the shapes of both workers, of which there are few
+@lru_cache(maxsize=256)  # cached by the shapes of both workers; few shapes occur
 def ranks_to_hold(
     layout: KVLayout, sources: tuple[Shard, ...], sinks: tuple[Shard, ...], sink: Shard
 ) -> SourceRanks:
     """Returns the source ranks whose leases this sink rank holds.
 
-    Raises Disagreement if the source's ranks together do not hold the whole model.
+    Raises Disagreement if the source's ranks together do not have the whole model.
     """
     check_ranks(layout, sources)
     if not tiles(layout, sources, sink):
@@ -123,12 +126,12 @@ def check_ranks(layout: KVLayout, ranks: Sequence[Shard]) -> None:
 
 
 def _plain(layout: KVLayout) -> KVLayout:
-    """Returns the layout in a format that every layout supports."""
+    """Returns the same layout in fp32, a format that every layout supports."""
     return msgspec.structs.replace(layout, kv_format=KVFormat.FP32)
 
 
 def _wire_format(source: Identity, sink: Identity) -> KVFormat:
-    """Returns the format on the wire. Raises Disagreement."""
+    """Returns the KV format on the wire. Raises Disagreement."""
     if source.kv_wire_dtype != sink.kv_wire_dtype:
         raise Disagreement("kv_wire_dtype")
     stored, wanted = source.layout.kv_format, sink.layout.kv_format

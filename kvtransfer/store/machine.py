@@ -1,7 +1,8 @@
-"""The core of a store: it keeps, offers, pulls and writes down blocks. No I/O.
+"""The core of a store, without I/O: keeps, offers and pulls blocks, and copies them to lower tiers.
 
-Events go in and effects come out. After each event, the machine starts due work: the next batch
-from a worker, the next writes to a lower tier. `next_wake_s` returns when to send `StoreTick`.
+Events go in and effects come out. After each event, the machine starts the work that is due:
+pulling the next batch from a worker, and the next writes to a lower tier. `next_wake_s` returns
+when to send `StoreTick`.
 """
 
 from collections import Counter
@@ -74,7 +75,9 @@ from kvtransfer.store.write_down import WriteDown
 
 @dataclass(frozen=True, slots=True)
 class StoreTerms:
-    """The settings of a store. `name` is the prefix of its pulls' ids, and new at each start."""
+    """The settings of a store. `name` is the prefix of the ids of the store's pulls, new at each
+    start.
+    """
 
     name: str
     block_size: int
@@ -89,7 +92,9 @@ class StoreMachine:
     """All state of a store. Owned by one thread."""
 
     def __init__(self, terms: StoreTerms, shelves: Mapping[Medium, Shelf]) -> None:
-        """`shelves` has a shelf for memory, and one per lower tier, with recovered blocks."""
+        """`shelves` has a shelf for memory, and one for each lower tier, with the recovered
+        blocks.
+        """
         self._counters: Counter[str] = Counter()
         self.holdings = Holdings(shelves)
         self.offers = StoreOffers(
@@ -123,7 +128,7 @@ class StoreMachine:
         return effects
 
     def add_tier(self, medium: Medium, shelf: Shelf) -> None:
-        """Adds a lower tier that could not be used at the start."""
+        """Adds a lower tier that could not be used when the store started."""
         self.holdings.add(medium, shelf)
         self._write_to(medium)
 
@@ -131,11 +136,11 @@ class StoreMachine:
         self._downs.append(WriteDown(self.holdings, medium, self._writes, self._counters))
 
     def pop_events(self) -> list[CacheEvent]:
-        """Returns the blocks added to and removed from each medium since the last call."""
+        """Returns the additions and removals of blocks on each medium since the last call."""
         return self.holdings.pop_events()
 
     def next_wake_s(self) -> float | None:
-        """Returns when the passing of time makes work due; None if only events do."""
+        """Returns when the next work is due by time alone; None if all work waits for events."""
         wakes = [self.intake.next_wake_s()]
         oldest = next(iter(self.holdings.loads.values()), None)
         if oldest is not None:
@@ -143,7 +148,9 @@ class StoreMachine:
         return min((wake for wake in wakes if wake is not None), default=None)
 
     def load(self, open_leases: int, counters: Mapping[str, float]) -> LoadReport:
-        """Returns the blocks in memory, and these counters together with the machine's own."""
+        """Returns the store's load: the blocks in memory, and these counters with the machine's
+        counters.
+        """
         counts = self.holdings.memory.counts()
         return LoadReport(
             free_blocks=counts.free,
@@ -159,7 +166,7 @@ class StoreMachine:
 
     @property
     def counters(self) -> dict[str, float]:
-        """Counters since the start, by "name" or "name:reason"."""
+        """Counters since the start, by `name` or `name:reason`."""
         evicted = {
             f"evicted_blocks:{medium}": shelf.num_evicted
             for medium, shelf in self.holdings.shelves.items()
@@ -246,14 +253,14 @@ class StoreMachine:
                 down.used(lease.blocks)
 
     def _pass_down(self) -> None:
-        """Passes the new blocks in memory on to the lower tiers."""
+        """Queues the new blocks in memory for copying to the lower tiers."""
         taken, self.intake.taken = self.intake.taken, []
         if taken:
             for down in self._downs:
                 down.came(taken)
 
     def _drop_all(self) -> list[StoreEffect]:
-        """Drops all blocks. Slots that sinks read are freed when their leases end."""
+        """Drops all blocks. Slots that sinks read become free when their leases end."""
         for down in self._downs:
             down.drop_all()
         effects = self.offers.revoke_incomplete()
@@ -263,7 +270,7 @@ class StoreMachine:
 
 
 def _hint_of(message: StoreHint) -> SessionHint:
-    """Converts a gateway's message to a hint for policies."""
+    """Converts a gateway's message to a hint for eviction policies."""
     match message:
         case SessionUse(key, session, hashes, keep_s):
             return SessionUsed(key, session, _blocks(hashes), keep_s)

@@ -1,4 +1,4 @@
-"""Leases of a store's blocks to workers that compute prompts, and prefetches for prompts.
+"""Leases of a store's blocks to workers that compute prompts, and prefetches of blocks for prompts.
 
 A lease covers the leading blocks of a prompt that the store has on any medium. It opens at once and
 grows as blocks are loaded, like the lease of a prompt that is being computed. So disk reads overlap
@@ -28,14 +28,14 @@ from engine.worker.offers import prefix_lease_id
 from kvtransfer.store.events import LoadBlock, StoreEffect
 from kvtransfer.store.holdings import Holdings
 
-LOAD_TIMEOUT_S = 5.0  # longest wait of a lease for the load of a block
-PREFETCH_SHARE = 0.25  # largest share of memory for concurrent loads without a lease
-MAX_ROOTS = 512  # prefixes whose offers are counted
+LOAD_TIMEOUT_S = 5.0  # longest wait of a lease for the load of a block, seconds
+PREFETCH_SHARE = 0.25  # largest share of memory slots that concurrent prefetches may fill
+MAX_ROOTS = 512  # number of prefixes whose offers are counted
 
 
 @dataclass(slots=True)
 class StoreLease:
-    """An open lease, and the number of its leading blocks in memory."""
+    """An open lease of the store, and the number of its leading blocks that are in memory."""
 
     gateway_id: GatewayId
     blocks: tuple[BlockHash, ...]
@@ -56,18 +56,22 @@ class StoreOffers:
         counters: Counter[str],
         read: ReadPrompt = read_prompt,
     ) -> None:
-        """Sinks pull from `address`. A caller with parsed prompts passes its own `read`."""
+        """Sinks pull from `address`. `read` parses prompts; a caller with parsed prompts passes its
+        own.
+        """
         self._holdings = holdings
         self._block_size = block_size
         self._address = address
         self._counters = counters
         self._read = read
         self.leases: dict[LeaseId, StoreLease] = {}
-        self._waiting: dict[BlockId, list[LeaseId]] = {}  # leases that wait for the load of a slot
-        self.roots: Counter[BlockHash] = Counter()  # offers by the first block of the prompt
+        # leases that wait for a slot, because its block is being loaded
+        self._waiting: dict[BlockId, list[LeaseId]] = {}
+        # number of offers by the first block of the prompt
+        self.roots: Counter[BlockHash] = Counter()
 
     def offer(self, gateway_id: GatewayId, message: OfferPrefix, now_s: float) -> list[StoreEffect]:
-        """Opens a lease on the leading blocks of a prompt that are here."""
+        """Opens a lease on the leading blocks of a prompt that this store has."""
         lease_id = prefix_lease_id(message.seq_id)
         if lease_id in self.leases:
             return []  # a repeated message gets no second answer
@@ -100,12 +104,12 @@ class StoreOffers:
     ) -> tuple[list[BlockId], list[StoreEffect]]:
         """Leases a slot of memory for each block, and loads the blocks of lower tiers.
 
-        If memory runs out, the later blocks are left out.
+        If memory runs out, the last blocks are left out.
         """
         holdings, memory = self._holdings, self._holdings.memory
         there = [self._slot_of(block) for block in blocks]
         held = [slot for slot in there if slot is not None]
-        memory.lease(held)  # before `take` evicts blocks
+        memory.lease(held)  # leased before `take`, which could evict these blocks
         taken = holdings.take(len(blocks) - len(held))
         memory.lease(taken)
         slots: list[BlockId] = []
@@ -129,12 +133,12 @@ class StoreOffers:
         return slots, effects
 
     def _slot_of(self, block: BlockHash) -> BlockId | None:
-        """Returns the memory slot of a block that is in memory or being loaded."""
+        """Returns the memory slot of a block that is in memory or being loaded; otherwise None."""
         load = self._holdings.loads.get(block)
         return self._holdings.memory.find(block) if load is None else load.slot
 
     def prefetch(self, blocks: Sequence[BlockHash], now_s: float) -> list[StoreEffect]:
-        """Loads leading blocks of a prompt that will be placed soon."""
+        """Loads leading blocks of a prompt that a worker will need soon."""
         holdings = self._holdings
         num = holdings.num_leading(blocks)
         missing = [
@@ -148,7 +152,8 @@ class StoreOffers:
             return []
         holdings.use(blocks[:num], now_s)
         here = [slot for block in blocks[:num] if (slot := holdings.memory.find(block)) is not None]
-        holdings.memory.lease(here)  # `take` must not evict the prompt's own blocks
+        # `take` must not evict the prompt's own blocks, so they are leased during the call
+        holdings.memory.lease(here)
         slots = holdings.take(len(missing))
         holdings.memory.end_lease(here)
         self._counters["prefetched_blocks"] += len(slots)
@@ -157,7 +162,7 @@ class StoreOffers:
     # ------------------------------------------------------------ growth and ends
 
     def on_loaded(self, slot: BlockId, *, is_good: bool) -> list[StoreEffect]:
-        """Grows the leases that waited for a slot; ends them if the load failed."""
+        """Grows the leases that waited for a loaded slot. Revokes the leases if the load failed."""
         waiting = [
             (lease_id, self.leases[lease_id])
             for lease_id in self._waiting.pop(slot, ())
@@ -168,9 +173,9 @@ class StoreOffers:
         return [effect for each in waiting for effect in self._revoke(*each)]
 
     def revoke_late(self, now_s: float) -> list[StoreEffect]:
-        """Ends the leases that have waited too long for a load."""
+        """Revokes the leases that have waited too long for a load."""
         effects: list[StoreEffect] = []
-        for load in self._holdings.loads.values():  # the oldest first
+        for load in self._holdings.loads.values():  # oldest load first
             if now_s - load.begun_s < LOAD_TIMEOUT_S:
                 break
             for lease_id in self._waiting.get(load.slot, ()):
@@ -181,17 +186,17 @@ class StoreOffers:
         return effects
 
     def revoke_incomplete(self) -> list[StoreEffect]:
-        """Ends the leases that still wait for loads, because all blocks are dropped."""
+        """Revokes the leases that still wait for loads, because all blocks are dropped."""
         growing = [(i, each) for i, each in self.leases.items() if each.num_ready < len(each.slots)]
         return [effect for each in growing for effect in self._revoke(*each)]
 
     def cancel(self, lease_id: LeaseId) -> list[StoreEffect]:
-        """Ends a lease that its gateway no longer needs."""
+        """Revokes a lease that its gateway no longer needs."""
         lease = self.leases.get(lease_id)
         return [] if lease is None else self._revoke(lease_id, lease)
 
     def remove_gateway(self, gateway_id: GatewayId) -> list[StoreEffect]:
-        """Ends all leases for a lost gateway."""
+        """Revokes all leases of a lost gateway."""
         lost = [(i, lease) for i, lease in self.leases.items() if lease.gateway_id == gateway_id]
         return [effect for each in lost for effect in self._revoke(*each)]
 
@@ -209,7 +214,8 @@ class StoreOffers:
             assert len(set(lease.slots)) == len(lease.slots)
             for slot in lease.slots[: lease.num_ready]:
                 assert slot not in loading
-            for number in range(lease.num_ready, len(lease.slots)):  # else it would never end
+            # a block that is neither loading nor ready would never become ready
+            for number in range(lease.num_ready, len(lease.slots)):
                 will_be = lease.slots[number] in loading or self._is_ready(lease, number)
                 assert will_be or lease.is_revoked
 
@@ -223,7 +229,7 @@ class StoreOffers:
         return [GrowLease(lease_id, grown)] if grown else []
 
     def _is_ready(self, lease: StoreLease, number: int) -> bool:
-        """True if the slot's block is in memory. A leased slot keeps its block."""
+        """True if the block of the lease is in memory. A leased slot keeps its block."""
         return self._holdings.memory.find(lease.blocks[number]) == lease.slots[number]
 
     def _revoke(self, lease_id: LeaseId, lease: StoreLease) -> list[StoreEffect]:
@@ -233,7 +239,7 @@ class StoreOffers:
         return [RevokeLease(lease_id)]
 
     def _note_root(self, block: BlockHash) -> None:
-        """Counts an offer by its first block, for the report of the most used prefixes."""
+        """Counts an offer by the prompt's first block, for the report of the most used prefixes."""
         self.roots[block] += 1
         if len(self.roots) > 2 * MAX_ROOTS:
             self.roots = Counter(dict(self.roots.most_common(MAX_ROOTS)))

@@ -4,8 +4,8 @@
                       └──give_back (the write failed)──────────────────────────┘
 
 A cached block may be leased (a sink reads it) or copied (it is written to another tier). A slot
-that is writing may be leased too: its lease grows once the block is there. `take` returns a slot
-only if the slot is not writing, not leased and not copied. At all times
+that is writing may be leased too: the lease grows once the block has been written. `take` returns a
+slot only if the slot is not writing, not leased and not copied. At all times
 
     num_slots = free + cached + copied + leased + writing       (each slot is counted in the
                                                                  last state that applies)
@@ -19,31 +19,32 @@ from kvtransfer.store.eviction.seam import Eviction, Link
 
 
 class Shelf:
-    """The block of each slot, and the leases and copies of each slot. Owned by one thread."""
+    """The block in each slot, and the leases and copies of each slot. Owned by one thread."""
 
     def __init__(self, num_slots: int, eviction: Eviction) -> None:
         assert num_slots >= 0
         self.num_slots = num_slots
         self.eviction = eviction
         self._slots: dict[BlockHash, BlockId] = {}
-        self._blocks: dict[BlockId, BlockHash] = {}  # the reverse map
+        # the block of each slot, the reverse of `_slots`
+        self._blocks: dict[BlockId, BlockHash] = {}
         self._parents: dict[BlockHash, BlockHash | None] = {}
-        self._free: list[BlockId] = []  # free slots that have been in use
-        self._num_touched = 0  # slots that have been in use: 0 … n - 1
+        self._free: list[BlockId] = []  # free slots that have been used before
+        self._num_touched = 0  # number of slots that have ever been used: 0 … n - 1
         self._writing: set[BlockId] = set()
         self._leased: Counter[BlockId] = Counter()
         self._copied: Counter[BlockId] = Counter()
         self.num_evicted = 0
 
     def __len__(self) -> int:
-        """The number of blocks that can be found."""
+        """The number of blocks that `find` can find."""
         return len(self._slots)
 
     def __contains__(self, block: object) -> bool:
         return block in self._slots
 
     def find(self, block: BlockHash) -> BlockId | None:
-        """Returns the slot of a block, or None."""
+        """Returns the slot of a block, or None if the shelf lacks the block."""
         return self._slots.get(block)
 
     def parent(self, block: BlockHash) -> BlockHash | None:
@@ -51,20 +52,21 @@ class Shelf:
         return self._parents[block]
 
     def links(self) -> list[Link]:
-        """Returns all blocks with their parents, in the order in which they were added."""
+        """Returns all blocks with their parents, in order of their addition."""
         return list(self._parents.items())
 
     def grow(self, num_slots: int) -> None:
-        """Adds free slots, up to `num_slots` in all."""
+        """Adds free slots until the shelf has `num_slots` slots."""
         assert num_slots >= self.num_slots
         self.num_slots = num_slots
 
-    # ------------------------------------------------------------ blocks come and go
+    # ------------------------------------------------------------ adding and removing blocks
 
     def take(self, num: int) -> tuple[list[BlockId], list[BlockHash]]:
-        """Takes slots to write to. Returns the slots, and the blocks that were evicted.
+        """Takes slots to write to, which may evict blocks. Returns the slots and the evicted
+        blocks.
 
-        Returns fewer slots if too many slots are held.
+        Returns fewer slots if too many slots are writing, leased or copied.
         """
         evicted: list[BlockHash] = []
         if num > self.num_free:
@@ -83,7 +85,9 @@ class Shelf:
         return BlockId(self._num_touched - 1)
 
     def put(self, slot: BlockId, block: BlockHash, parent: BlockHash | None, now_s: float) -> bool:
-        """Ends a write: the slot has this block. Returns False if another slot has the block."""
+        """Ends a write: the slot now has this block. Returns False if another slot has the block
+        already.
+        """
         self._writing.remove(slot)
         if block in self._slots:
             self._settle(slot)
@@ -114,16 +118,18 @@ class Shelf:
         self.eviction.add_all(self._parents.items(), 0.0)
 
     def give_back(self, slot: BlockId) -> None:
-        """Ends a failed write: the slot has no block."""
+        """Ends a failed write: the slot has no block, and is free unless it is leased."""
         self._writing.remove(slot)
         self._settle(slot)
 
     def use(self, blocks: Sequence[BlockHash], now_s: float) -> None:
-        """Records that a prompt reads these blocks, given from the first on."""
+        """Records that a prompt reads these blocks, first block first."""
         self.eviction.use(blocks, now_s)
 
     def drop(self, block: BlockHash) -> BlockId | None:
-        """Removes a block and returns its slot. The slot is freed once it has no holders."""
+        """Removes a block and returns its slot. The slot is freed once no lease or copy needs
+        it.
+        """
         slot = self._slots.get(block)
         if slot is not None:
             self.eviction.remove(block)
@@ -142,7 +148,8 @@ class Shelf:
             self._let_go(self._leased, slot)
 
     def begin_copy(self, slot: BlockId) -> None:
-        """Keeps a cached block in its slot until `end_copy`, while it is copied to another tier.
+        """Keeps a cached block in its slot until `end_copy`, while the block is copied to another
+        tier.
 
         Several tiers may copy a block at the same time.
         """
@@ -157,11 +164,13 @@ class Shelf:
 
     @property
     def num_free(self) -> int:
-        """The number of slots without block or holder."""
+        """The number of slots that have neither a block nor a lease or copy."""
         return len(self._free) + self.num_slots - self._num_touched
 
     def counts(self) -> BlockCounts:
-        """Counts the slots like the blocks of a pool; copied blocks count as owned."""
+        """Returns the number of slots by state, like the counts of a block pool. Copied slots count
+        as owned.
+        """
         writing = len(self._writing)
         leased = sum(slot not in self._writing for slot in self._leased)
         copied = sum(slot not in self._leased for slot in self._copied)
@@ -200,7 +209,7 @@ class Shelf:
             self._settle(slot)
 
     def _settle(self, slot: BlockId) -> None:
-        """Frees a slot if it has no content and no holder."""
+        """Frees a slot if it has no block, lease or copy."""
         is_held = slot in self._writing or slot in self._leased or slot in self._copied
         if not is_held and slot not in self._blocks:
             self._free.append(slot)

@@ -1,8 +1,8 @@
 """Copies of blocks from a store's memory to its lower tiers.
 
 A block is written to the disk soon after it arrives (`through`), or once a prompt has used it
-(`used`), or never (`off`). Writes wait while blocks are read from the disk. A block that is evicted
-from memory before its write is counted and not written: a slow disk never delays the store.
+(`used`), or never (`off`). Writes wait while blocks are read from the disk. If a block is evicted
+from memory before it is written, it is only counted. So a slow disk never delays the store.
 """
 
 from collections import Counter, OrderedDict
@@ -15,8 +15,9 @@ from engine.worker.blocks import BlockHash, BlockId
 from kvtransfer.store.events import EraseBlock, StoreEffect, WriteBlock
 from kvtransfer.store.holdings import Holdings
 
-MAX_WRITES = {Medium.DISK: 16, Medium.OBJECT: 64}  # concurrent writes; a segment has 64
-MAX_QUEUED = 262_144  # most blocks that wait for one tier; then the oldest is dropped
+# most concurrent writes; an object segment has 64 blocks
+MAX_WRITES = {Medium.DISK: 16, Medium.OBJECT: 64}
+MAX_QUEUED = 262_144  # most blocks that wait for one tier; beyond that, the oldest is dropped
 
 
 @dataclass(slots=True)
@@ -26,7 +27,7 @@ class _Writing:
     slot: BlockId
     place: BlockId
     parent: BlockHash | None
-    is_wanted: bool = True  # False once all blocks are dropped
+    is_wanted: bool = True  # False if all blocks were dropped during the write
 
 
 class WriteDown:
@@ -44,16 +45,16 @@ class WriteDown:
 
     @property
     def num_waiting(self) -> int:
-        """The number of blocks that wait or are being written."""
+        """The number of blocks that are waiting or being written."""
         return len(self._queue) + len(self._under_way)
 
     def came(self, blocks: Collection[BlockHash]) -> None:
-        """Queues blocks that are new in memory, if the setting is `through`."""
+        """Queues blocks that are new in memory, if the store's setting is `through`."""
         if self._writes is StoreWrites.THROUGH:
             self._enqueue(blocks)
 
     def used(self, blocks: Collection[BlockHash]) -> None:
-        """Queues blocks that a prompt uses, if the setting is `used`."""
+        """Queues blocks that a prompt uses, if the store's setting is `used`."""
         if self._writes is StoreWrites.USED:
             self._enqueue(blocks)
 
@@ -70,7 +71,7 @@ class WriteDown:
             self._drop("queue_full", 1)
 
     def advance(self) -> list[StoreEffect]:
-        """Starts writes while the tier has room."""
+        """Starts writes as long as the tier has room."""
         holdings = self._holdings
         if self.medium in holdings.off or self._is_read():
             return []
@@ -94,7 +95,7 @@ class WriteDown:
         return effects
 
     def _is_read(self) -> bool:
-        """True while a block is read from this tier. Reads have priority."""
+        """True while a block is being read from this tier, since reads have priority."""
         return self._holdings.num_loads[self.medium] > 0
 
     def on_written(self, block: BlockHash, fault: str | None, now_s: float) -> list[EraseBlock]:
@@ -114,7 +115,9 @@ class WriteDown:
         return []
 
     def drop_all(self) -> None:
-        """Drops the waiting blocks now, and the blocks being written after their writes."""
+        """Drops the waiting blocks now, and the blocks that are being written after their
+        writes.
+        """
         self._queue.clear()
         for writing in self._under_way.values():
             writing.is_wanted = False

@@ -1,1 +1,1 @@
-"""The transports, which move blocks between endpoints: one file and class per transport."""
+"""The transports, which move blocks between endpoints. Each has its own file and class."""

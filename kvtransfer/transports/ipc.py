@@ -26,7 +26,7 @@ from kvtransfer.wire import Wire
 
 
 class _Mapped(NamedTuple):
-    """A source's pool, mapped here."""
+    """A source's pool that is mapped into this process."""
 
     wire: Wire
     rows: Rows
@@ -35,9 +35,9 @@ class _Mapped(NamedTuple):
 
 
 class DeviceTransport:
-    """Queues copies on the device; `poll` asks the device which copies have ended.
+    """Queues copies on the device. `poll` finds the copies that have ended.
 
-    `name` is the kind of the sources' memory: `ipc` for GPUs, `shm` for the host.
+    `name` says where the sources' memory is: `ipc` on GPUs, `shm` on the host.
     """
 
     def __init__(self, name: Transport, pool: DevicePool) -> None:
@@ -45,12 +45,13 @@ class DeviceTransport:
         self._pool = pool
         self._device = pool.device
         self._sources: dict[str, _Mapped] = {}
-        self._reads: dict[int, tuple[_Mapped, Fetch]] = {}  # by the mark of their end, oldest first
-        self._closing: list[_Mapped] = []  # sources whose copies have not ended
+        # by the mark after the fetch's last copy, oldest first
+        self._reads: dict[int, tuple[_Mapped, Fetch]] = {}
+        self._closing: list[_Mapped] = []  # closed sources whose copies have not ended
 
     @property
     def num_reads(self) -> int:
-        """The number of fetches whose copies have not ended."""
+        """The number of fetches whose copies have not all ended."""
         return len(self._reads)
 
     def offer(self, offers: Offers) -> Offers:
@@ -72,7 +73,7 @@ class DeviceTransport:
         )
 
     def fetch(self, fetch: Fetch) -> Sequence[FetchEnd]:
-        """Queues the copies. Returns no news, since no block is in place yet."""
+        """Queues the copies of a fetch. Returns nothing, since no block has arrived yet."""
         source, there = self._sources[fetch.address], fetch.source_blocks
         if not (min(there) >= 0 and max(there) < source.num_blocks):
             reason = "a block is not in the source's pool"
@@ -82,10 +83,11 @@ class DeviceTransport:
         return ()
 
     def poll(self, ready: Collection[int], *, may_wait: bool) -> Sequence[FetchEnd]:
-        """Returns the copies that ended. Raises DriverError if the device failed."""
+        """Returns the fetches whose copies have ended. Raises DriverError if the device failed."""
         news: list[FetchEnd] = []
         for mark, (source, fetch) in list(self._reads.items()):
-            if not self._device.driver.is_done(mark):  # later copies have not ended either
+            # copies end in order, so later copies have not ended either
+            if not self._device.driver.is_done(mark):
                 break
             del self._reads[mark]
             if self._sources.get(fetch.address) is source:
@@ -94,7 +96,9 @@ class DeviceTransport:
         return news
 
     def cancel(self, seq_id: SeqId) -> bool:
-        """Returns True while copies of the sequence are queued. They end soon."""
+        """Returns True while copies of the sequence are queued. These cannot be stopped, but end
+        soon.
+        """
         return any(fetch.seq_id == seq_id for _, fetch in self._reads.values())
 
     def close(self, address: str) -> None:

@@ -76,7 +76,7 @@ from kvtransfer.transports.seam import (
 
 log = logging.getLogger(__name__)
 
-PROGRESS_DELAY_US = 10_000  # bound on the sleep, if UCX fails to wake the serving thread
+PROGRESS_DELAY_US = 10_000  # longest sleep of the serving thread, in case UCX fails to wake it
 CANCEL_GRACE_S = 0.5
 READ_ID_BYTES = 8
 
@@ -86,14 +86,15 @@ class _Source:
     offer: NixlOffer
     there: NixlRecords
     here: NixlRecords
-    link: NixlLink | None = None  # None from a restart until the next read
+    link: NixlLink | None = None  # None after the agent was replaced, until the next read
 
 
 @dataclass(slots=True)
 class _Read:
     fetch: Fetch
     source: _Source
-    handle: Any = None  # None once released; then the agent is destroyed too
+    # NIXL's handle of the read; None once released, after which the agent is destroyed
+    handle: Any = None
     cancelled_s: float | None = None
 
 
@@ -111,7 +112,9 @@ class NixlTransport:
         count: Callable[[str, float], None],
         clock: Clock | None = None,
     ) -> None:
-        """`name` must be unique, also among earlier agents: it must include the process."""
+        """`name` must differ from the names of all agents, also earlier ones: include the process
+        in it.
+        """
         assert region.num_bytes % record_bytes == 0
         self._record_bytes = record_bytes
         self._num_blocks = region.num_bytes // record_bytes
@@ -121,9 +124,10 @@ class NixlTransport:
         self._region = region
         self._serving: NixlAgent | None = None
         self._pulling: NixlAgent | None = None
-        self._sources: dict[str, _Source] = {}  # by address
+        self._sources: dict[str, _Source] = {}  # sources by address
         self._closing: list[_Source] = []  # closed sources whose reads have not ended
-        self._read_ids = itertools.count(secrets.randbits(48))  # differ between sinks
+        # starts at a random number, so that the ids of different sinks differ
+        self._read_ids = itertools.count(secrets.randbits(48))
         self._reads: dict[int, _Read] = {}
         self._ended: list[FetchEnd] = []
         self.num_restarts = 0
@@ -171,10 +175,10 @@ class NixlTransport:
         )
 
     def fetch(self, fetch: Fetch) -> Sequence[FetchEnd]:
-        """Starts a read. At the end of the read, the source is notified.
+        """Starts a read. NIXL notifies the source at the end of the read.
 
-        If UCX finishes the read at once, as it does on one host, the result has all blocks. Raises
-        IndexError, before anything is read, for a block outside its pool.
+        If UCX finishes the read at once, which is usual within a host, the result contains all
+        blocks. Raises IndexError, before anything is read, for a block outside its pool.
         """
         source = self._sources[fetch.address]
         there = source.there.indices(fetch.source_blocks)
@@ -194,11 +198,12 @@ class NixlTransport:
             elif state == "DONE":
                 self._end(read_id, read)
         except link.errors as error:
-            self._restart(f"a read failed: {error}")  # part of the read may be in flight
+            # some of the failed read may still be in flight
+            self._restart(f"a read failed: {error}")
         return self._news()
 
     def poll(self, ready: Collection[int], *, may_wait: bool) -> Sequence[FetchEnd]:
-        """Returns the reads that ended or failed, which write no more."""
+        """Returns the reads that have ended or failed, and write no more."""
         failure = None
         for read_id, read in list(self._reads.items()):
             failure = self._advance(read_id, read) or failure
@@ -206,13 +211,16 @@ class NixlTransport:
             self._restart(failure)
         for source in list(self._closing):
             self._drop_if_unread(source)
-        if self._serving is not None:  # notifications of other endpoints' finished reads
+        # discards the notifications that other endpoints have finished their reads
+        if self._serving is not None:
             notified = self._serving.nixl.get_new_notifs().values()
             self._count("served_reads", sum(map(len, notified)))
         return self._news()
 
     def cancel(self, seq_id: SeqId) -> bool:
-        """Cancels the reads of a sequence. Returns True while a read has not stopped."""
+        """Cancels the reads of a sequence. Returns True while at least one of them may still
+        write.
+        """
         reads = [read for read in self._reads.values() if read.fetch.seq_id == seq_id]
         for read in reads:
             if read.cancelled_s is None:
@@ -227,7 +235,9 @@ class NixlTransport:
             self._drop_if_unread(source)
 
     def stop(self) -> None:
-        """Ends all reads and deregisters the region. No read writes to it any more."""
+        """Ends all reads and deregisters the region. After this, no read writes to the region any
+        more.
+        """
         self._close_pulling("endpoint closed")
         self._sources.clear()
         self._closing.clear()
@@ -238,7 +248,7 @@ class NixlTransport:
     # ------------------------------------------------------------ reads
 
     def _advance(self, read_id: int, read: _Read) -> str | None:
-        """Checks one read. Returns the reason to replace the pulling agent, or None."""
+        """Checks one read. Returns a reason if the pulling agent must be replaced, else None."""
         link = read.source.link
         assert link is not None
         try:
@@ -279,7 +289,7 @@ class NixlTransport:
         return [*self._sources.values(), *self._closing]
 
     def _connect(self, source: _Source) -> NixlLink:
-        """Returns the link to a source, made if necessary. Raises TransportUnavailable."""
+        """Returns the link to a source. Connects if necessary. Raises TransportUnavailable."""
         if self._pulling is None:
             self._open_pulling()
         assert self._pulling is not None
@@ -293,12 +303,15 @@ class NixlTransport:
                 source.link.close()
 
     def _open_pulling(self) -> None:
-        # The name differs each time: a source must not confuse the new agent with the old one.
+        # The name is different each time, so that a source does not confuse the new agent with the
+        # old one.
         name = f"{self._name}.pull{self.num_restarts}"
         self._pulling = NixlAgent(name, self._region, delay_us=None)
 
     def _restart(self, reason: str) -> None:
-        """Fails all reads in flight, and replaces the agent so that no read writes any more."""
+        """Fails all reads in flight, and replaces the agent, so that no earlier read writes any
+        more.
+        """
         log.warning("restarting reads over NIXL: %s", reason)
         self.num_restarts += 1
         self._close_pulling(reason)

@@ -37,7 +37,7 @@ def has_rdma() -> bool:
 class NixlRecords:
     """Records of equal size without gaps, and the pieces of each record to read.
 
-    Descriptors are numbered by piece, then by block: piece * num_blocks + block.
+    The descriptor of a piece of a block has the number piece * num_blocks + block.
     """
 
     num_blocks: int
@@ -72,7 +72,7 @@ class NixlRecords:
 
 
 def check_offer(offer: NixlOffer, records: NixlRecords, sink_record_bytes: int) -> None:
-    """Raises TransportUnavailable if the offered memory has no room for the records."""
+    """Raises TransportUnavailable if the offered memory is too small for the records."""
     if offer.kind not in KINDS:
         raise TransportUnavailable(f"offered memory is of kind {offer.kind!r}")
     if offer.address < 0 or offer.device_id < 0 or offer.address + offer.num_bytes > 2**64:
@@ -89,7 +89,7 @@ def check_offer(offer: NixlOffer, records: NixlRecords, sink_record_bytes: int) 
 
 
 class NixlLink:
-    """The pulling agent's connection to a source, and the descriptors of both sides."""
+    """The pulling agent's connection to a source, with the descriptors of both sides."""
 
     def __init__(
         self, engine: "NixlAgent", offer: NixlOffer, *, here: NixlRecords, there: NixlRecords
@@ -119,7 +119,7 @@ class NixlLink:
             raise TransportUnavailable(f"source cannot be reached: {error}") from error
 
     def prepare(self, here: Sequence[int], there: Sequence[int]) -> Any:
-        """Returns a prepared READ of these descriptors, which the caller posts."""
+        """Returns a prepared READ of these descriptors. The caller must post it to start it."""
         local, remote = self._sides
         return self.nixl.make_prepped_xfer("READ", local, here, remote, there)
 
@@ -137,7 +137,10 @@ class NixlAgent:
     """A NIXL agent with UCX, and the region registered with it."""
 
     def __init__(self, name: str, region: Region, *, delay_us: int | None) -> None:
-        """With `delay_us`, its longest sleep, it has a thread. Raises TransportUnavailable."""
+        """With `delay_us`, the agent has a thread that sleeps for at most this time.
+
+        Raises TransportUnavailable.
+        """
         self.region = region
         api = _load()
         self.errors = _errors(api)
@@ -151,9 +154,11 @@ class NixlAgent:
             raise TransportUnavailable(f"NIXL: {error}") from error
 
     def close(self) -> None:
-        """Destroys the agent and its connections. Its handles must be released before."""
+        """Destroys the agent and its connections. The handles of its reads must be released
+        before.
+        """
         self.nixl.deregister_memory(self._registered)
-        self.nixl.agent = None  # drops the last reference: closes sockets and queue pairs
+        self.nixl.agent = None  # dropping the last reference closes sockets and queue pairs
 
 
 def _load() -> Any:
@@ -168,8 +173,9 @@ def _load() -> Any:
         except ImportError as error:
             reasons.append(f"{package}: {error}")
             continue
-        logging.raiseExceptions = raises  # the import switches this off for the whole process
-        logger = logging.getLogger("nixl")  # would write to standard output
+        logging.raiseExceptions = raises  # NIXL's import disables this for the whole process
+        # without this level, the logger would write to standard output
+        logger = logging.getLogger("nixl")
         logger.handlers.clear()
         logger.propagate = True
         logger.setLevel(logging.WARNING)
@@ -180,16 +186,20 @@ def _load() -> Any:
 def _bind_system_libnl() -> None:
     """Loads the host's own libnl-route, if it has one, before NIXL loads its copy.
 
-    UCX loads the host's libibverbs, which loads the host's libnl-route. If that came after NIXL's
-    copy, it would use the copy's functions. At the end of the process it would then unregister from
-    lists that it was never in: a segmentation fault on hosts with RDMA.
+    UCX loads the host's libibverbs, which loads the host's libnl-route. If the host's libnl-route
+    were loaded after NIXL's copy, it would use the copy's functions. At the end of the process, it
+    would then unregister from lists in which it never was. That causes a segmentation fault on
+    hosts with RDMA.
     """
     with suppress(OSError):
         ctypes.CDLL("libnl-route-3.so.200", mode=os.RTLD_NOW)
 
 
 def _errors(api: Any) -> tuple[type[Exception], ...]:
-    """Returns the types that NIXL raises: its own (they share no base) and C++'s standard ones."""
+    """Returns the types of exceptions that NIXL raises.
+
+    These are NIXL's own types, which have no common base, and the standard ones of C++.
+    """
     members = vars(api.nixlBind).values()
     own = [m for m in members if isinstance(m, type) and issubclass(m, Exception)]
     return (RuntimeError, ValueError, OverflowError, *own)
@@ -201,7 +211,7 @@ def _new_agent(api: Any, name: str, delay_us: int | None) -> Any:
         bindings = api.nixlBind
         config = bindings.nixlAgentConfig()
         config.useProgThread = True
-        config.pthrDelay = delay_us  # `nixl_agent_config` always sets 0
+        config.pthrDelay = delay_us  # set here, because `nixl_agent_config` always sets 0
         config.useListenThread = False
         config.captureTelemetry = False
         config.syncMode = bindings.NIXL_THREAD_SYNC_NONE  # UCX's own locks suffice
@@ -220,7 +230,7 @@ _environment = threading.Lock()
 
 @contextmanager
 def _quiet_ucx() -> Iterator[None]:
-    """Silences UCX, which logs thousands of warnings of abandoned requests."""
+    """Silences UCX, which logs thousands of warnings about abandoned requests."""
     with _environment:
         if "UCX_LOG_LEVEL" in os.environ:
             yield

@@ -59,22 +59,22 @@ from kvtransfer.wire import Wire
 
 log = logging.getLogger(__name__)
 
-BUDGET_BYTES = 8 * 2**20  # in one call, before other connections and deadlines
-GREETING_BYTES = 32  # a name and a word
-MAX_STEPS_PER_TURN = 64  # for one source, before other sources and deadlines
+BUDGET_BYTES = 8 * 2**20  # most bytes in one call before other connections and deadlines are served
+GREETING_BYTES = 32  # size of a greeting, which is a name and a word
+MAX_STEPS_PER_TURN = 64  # most steps for one source before other sources and deadlines are served
 Places = Sequence[BlockId | None]
 NO_PLACE = -1
 
 
 class StreamLost(Exception):
-    """The connection is lost, or the received bytes are not from its source."""
+    """The connection is lost, or received bytes do not come from the source."""
 
 
 class Landing:
-    """Records of one Data that are being received into local blocks."""
+    """Records of one Data message that are being received into local blocks."""
 
     def __init__(self, data: Data, places: Places, wire: Wire, pool: Blocks | DeviceBlocks) -> None:
-        """A place is None if no pull waits for the block."""
+        """`places` has a local block for each record, or None if no pull waits for the block."""
         self.data = data
         self._places = list(places)
         self._wire = wire
@@ -89,7 +89,7 @@ class Landing:
             self.frame = RecordFrame.of(rows, [NO_PLACE if p is None else p for p in places])
 
     def keep(self, places: Places) -> None:
-        """Skips the blocks still to come whose places have changed."""
+        """Drops the records that have not arrived, and whose places have changed."""
         for row in range(self._num_here, len(places)):
             if places[row] != self._places[row]:
                 self._places[row] = None
@@ -97,7 +97,10 @@ class Landing:
                     self.frame.ids[row] = NO_PLACE
 
     def arrive(self, num_records: int) -> tuple[int, ...]:
-        """Records that `num_records` have arrived; returns the indices of newly placed blocks."""
+        """Handles the arrival of the first `num_records` records.
+
+        Returns the indices of the blocks that are newly in place.
+        """
         if not self._is_direct and num_records < len(self._places):
             return ()
         rows = range(self._num_here, num_records)
@@ -110,23 +113,23 @@ class Landing:
 
     @property
     def is_over(self) -> bool:
-        """True if all records have arrived."""
+        """True once all records have arrived."""
         return self._num_here == len(self._places)
 
     @property
     def awaited(self) -> tuple[int, ...]:
-        """Indices of the wanted blocks that have not arrived."""
+        """The indices of the wanted blocks that have not arrived yet."""
         rows = range(self._num_here, len(self._places))
         return tuple([self.data.indices[row] for row in rows if self._places[row] is not None])
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The facts of a sink and a source that the sink's stream needs."""
+    """The facts about a sink and a source that the sink's stream needs."""
 
     wire: Wire
     pool: Blocks | DeviceBlocks
-    max_blocks: int  # most blocks in one Data
+    max_blocks: int  # most blocks in one Data message
     places: Callable[[Data], Places]
 
 
@@ -134,7 +137,9 @@ class SealedLink:
     """A sink's connection to a source."""
 
     def __init__(self) -> None:
-        """Makes no connection: `connect` does, once the source has answered `ask`."""
+        """Makes no connection yet: call `connect` once the source has answered the message
+        `ask`.
+        """
         half = GREETING_BYTES // 2
         self.ask = AskSealed(
             secrets.token_bytes(half),
@@ -145,15 +150,15 @@ class SealedLink:
         self._lanes = 1
         self._connection: socket.socket | None = None
         self._stream: SealedStream | None = None  # None until connected
-        self._is_blocked = False  # True while reads wait for the connection
+        self._is_blocked = False  # True while read messages wait until the connection accepts them
         self.landing: Landing | None = None
-        self.is_stale = False  # True if places may have changed since the Data came
-        self.has_more = False  # True if data may wait that no descriptor reports
+        self.is_stale = False  # True if places may have changed since the Data arrived
+        self.has_more = False  # True if data may be waiting that no descriptor reports
 
     def connect(
         self, address: str, port: int, poller: select.epoll, timing: Timing, *, lanes: int
     ) -> None:
-        """Starts to connect to the source at `address`, which seals with `lanes` lanes.
+        """Starts to connect to the source at `address`. The source seals with `lanes` lanes.
 
         Raises OSError.
         """
@@ -176,13 +181,13 @@ class SealedLink:
         return -1 if self._connection is None else self._connection.fileno()
 
     def read(self, message: Read) -> bool:
-        """Asks for blocks. Returns False if the message must go over CURVE."""
+        """Asks the source for blocks. Returns False if the message must be sent over CURVE."""
         if self._stream is None or not self._stream.note(encode(message)):
             return False
         return self._flush() is not StreamStop.LOST
 
     def _flush(self) -> StreamStop:
-        """Sends the queued messages, now or when the connection accepts them."""
+        """Sends the queued messages, or waits until the connection accepts them."""
         assert self._stream is not None
         stop = self._stream.send(None, BUDGET_BYTES)
         if (stop is StreamStop.BLOCKED) != self._is_blocked:
@@ -207,7 +212,8 @@ class SealedLink:
         self.is_stale = False
         frame = None if landing is None else landing.frame
         stop, num = self._stream.receive(frame, BUDGET_BYTES, may_wait=may_wait)
-        self.has_more = stop is not StreamStop.BLOCKED  # BLOCKED: the descriptor will report more
+        # if BLOCKED, the descriptor will report more
+        self.has_more = stop is not StreamStop.BLOCKED
         arrived = None
         if landing is not None:
             arrived = landing.data, landing.arrive(num)
@@ -220,7 +226,9 @@ class SealedLink:
         return arrived
 
     def _greet(self) -> None:
-        """Sends the greeting that names this sink, once connected. Raises StreamLost."""
+        """Sends the greeting that names this sink, once the connection exists. Raises
+        StreamLost.
+        """
         assert self._connection is not None
         number = self._connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if number:
@@ -229,7 +237,7 @@ class SealedLink:
         try:
             done = self._connection.send(greeting) == len(greeting)
         except BlockingIOError:
-            return  # not connected yet
+            return  # the connection does not exist yet
         except OSError as error:
             raise StreamLost(str(error)) from error
         if not done:
@@ -253,7 +261,7 @@ class SealedLink:
         return Landing(data, target.places(data), target.wire, target.pool)
 
     def close(self) -> None:
-        """Closes the connection, if it exists."""
+        """Closes the connection, if there is one."""
         connection, self._connection = self._connection, None
         if connection is not None:
             self._poller.unregister(connection)
@@ -270,8 +278,8 @@ class _Source:
     target: Target
     port: int | None
     link: SealedLink | None = None
-    ask_again_s: float = math.inf  # time at which to ask for another stream
-    num_ended: int = 0  # value of `SealedSink.num_ended` at the last receive
+    ask_again_s: float = math.inf  # time at which to ask the source for another stream
+    num_ended: int = 0  # value of `SealedSink.num_ended` when data was last received
 
 
 class SealedSink:
@@ -284,34 +292,34 @@ class SealedSink:
         places: Callable[[str, Data], Places],
         post: Callable[[str, ToSource], None],
     ) -> None:
-        """`places` returns the places of a Data from an address; `post` sends over CURVE."""
+        """`places` returns the local places of a Data from an address. `post` sends over CURVE."""
         self._places = places
         self._post = post
         self._count = context.count
         self._timing = context.timing
         self._clock = context.clock
         self._poller = context.poller
-        self._sources: dict[str, _Source] = {}  # by address
-        self.num_ended = 0  # ended pulls: their places must not be written any more
+        self._sources: dict[str, _Source] = {}  # sources by address
+        self.num_ended = 0  # number of ended pulls, whose places must not be written any more
 
     @property
     def has_more(self) -> bool:
-        """True if received blocks may wait that no descriptor reports."""
+        """True if received blocks may be waiting that no descriptor reports."""
         links = [source.link for source in self._sources.values()]
         return any(link is not None and link.has_more for link in links)
 
     def open(self, use: UseSource, pool: Blocks | DeviceBlocks, *, max_blocks: int) -> None:
-        """Adds a source, and asks it for a stream if both ends can seal."""
+        """Adds a source, and asks the source for a stream if both ends can seal."""
         address = use.address
         target = Target(use.wire, pool, max_blocks, lambda data: self._places(address, data))
         self._sources[address] = _Source(target, use.source.offers.sealed_port)
         self._ask(address)
 
     def connect(self, address: str, lanes: int) -> None:
-        """Connects to a source that has agreed to a stream."""
+        """Connects to a source that has agreed to provide a stream."""
         source = self._sources.get(address)
         if source is None or source.link is None or source.link.fileno() >= 0:
-            return  # a second answer of the source
+            return  # the source has answered a second time
         assert source.port is not None
         try:
             source.link.connect(address, source.port, self._poller, self._timing, lanes=lanes)
@@ -319,14 +327,16 @@ class SealedSink:
             self._lose(address, source.link, str(error))
 
     def read(self, address: str, read: Read) -> bool:
-        """Asks for blocks. Returns False if the message must go over CURVE."""
+        """Asks the source for blocks. Returns False if the message must be sent over CURVE."""
         source = self._sources[address]
         if source.ask_again_s <= self._clock.now_s():
             self._ask(address)
         return source.link is not None and source.link.read(read)
 
     def poll(self, ready: Collection[int], *, may_wait: bool) -> Sequence[FetchEnd]:
-        """Returns the blocks that have arrived. A source's news end with its first new blocks."""
+        """Returns the blocks that have arrived. For each source, reading stops at the first new
+        blocks.
+        """
         news: list[FetchEnd] = []
         for address, source in list(self._sources.items()):
             link = source.link
@@ -371,7 +381,7 @@ class SealedSink:
         return news
 
     def _lose(self, address: str, link: SealedLink, reason: str) -> list[FetchEnd]:
-        """Closes a lost stream. Blocks come over CURVE until another stream exists."""
+        """Closes a lost stream. Until a new stream exists, blocks arrive over CURVE."""
         source, landing = self._sources[address], link.landing
         link.close()
         source.link = None
@@ -385,7 +395,7 @@ class SealedSink:
 
 
 def prepare(connection: socket.socket, timing: Timing) -> None:
-    """Makes a connection non-blocking, and lets it end if its peer is gone."""
+    """Makes a connection non-blocking, and makes the system close it if the peer has vanished."""
     connection.settimeout(0)
     silence_ms = max(1, int(1000 * timing.silence_s))
     for level, option, number in (

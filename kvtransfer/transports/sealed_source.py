@@ -1,4 +1,6 @@
-"""The source's end of sealed streams: a listener, and a line to each sink that asked for it."""
+"""The source's end of sealed streams: a listener, and a line to each sink that asked for a
+stream.
+"""
 
 import select
 import socket
@@ -19,15 +21,15 @@ from kvtransfer.packing import pack, rows_to_send
 from kvtransfer.transports.sealed import BUDGET_BYTES, GREETING_BYTES, prepare
 from kvtransfer.transports.seam import FRAME_BYTES, TransferContext, num_records
 
-GREETING_S = 5.0  # longest time until a connection names its sink
-MAX_GUESTS = 64  # connections that have not named their sink; the oldest is closed for a new one
+GREETING_S = 5.0  # longest time until a new connection names its sink, seconds
+MAX_GUESTS = 64  # most connections without a named sink; a further one closes the oldest
 MAX_LINES = 4096
-MAX_NOTES_PER_TURN = 64  # most notes handled in a row from one sink
+MAX_NOTES_PER_TURN = 64  # most notes of one sink that are handled in a row
 
 
 @dataclass(slots=True)
 class _Guest:
-    """A connection that has not named its sink yet."""
+    """A connection whose sink is not known yet."""
 
     connection: socket.socket
     until_s: float
@@ -36,15 +38,15 @@ class _Guest:
 
 @dataclass(slots=True)
 class _Line:
-    """The stream to one sink."""
+    """The source's stream to one sink."""
 
     ask: AskSealed
     stream: SealedStream | None = None  # None until the sink is connected
-    is_blocked: bool = False  # True until the connection accepts more
-    has_more: bool = False  # True if notes may wait that no descriptor reports
-    read: SendBlocks | None = None  # the read that is being answered
-    num_begun: int = 0  # blocks of the read whose sending has started
-    frame: RecordFrame | None = None  # the blocks that are being sent
+    is_blocked: bool = False  # True until the connection accepts more data
+    has_more: bool = False  # True if notes may be waiting that no descriptor reports
+    read: SendBlocks | None = None  # the read that the source is answering
+    num_begun: int = 0  # number of blocks of the read whose sending has started
+    frame: RecordFrame | None = None  # the blocks that are being sent now
 
 
 class SealedSource:
@@ -56,14 +58,16 @@ class SealedSource:
         self._clock = context.clock
         self._poller = context.poller
         self._listener: socket.socket | None = None
-        self.port: int | None = None  # the port for sinks, after `listen`
-        self._lines: dict[Peer, _Line] = {}  # oldest first
-        self._peers: dict[bytes, Peer] = {}  # by the name of the line
-        self._connected: dict[int, Peer] = {}  # by descriptor
-        self._guests: dict[int, _Guest] = {}  # by descriptor, oldest first
+        self.port: int | None = None  # TCP port for sinks, set by `listen`
+        self._lines: dict[Peer, _Line] = {}  # by the sink's routing id, oldest first
+        # routing id of each sink, by the name that its greeting will have
+        self._peers: dict[bytes, Peer] = {}
+        self._connected: dict[int, Peer] = {}  # routing id of each connected sink, by descriptor
+        # connections without a named sink, by descriptor, oldest first
+        self._guests: dict[int, _Guest] = {}
 
     def listen(self, host: str) -> None:
-        """Listens on a `port` that the system chooses. Raises OSError."""
+        """Listens on a port that the system chooses. Raises OSError."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=MAX_GUESTS)
         self._listener.settimeout(0)
@@ -82,7 +86,7 @@ class SealedSource:
     # ------------------------------------------------------------ sinks
 
     def admit(self, peer: Peer, ask: AskSealed) -> None:
-        """Allows a sink to connect once. An existing connection of the sink is closed."""
+        """Allows a sink to connect once. Closes the sink's existing connection."""
         self.dismiss(peer)
         if len(self._lines) >= MAX_LINES:
             self.dismiss(next(iter(self._lines)))
@@ -90,7 +94,7 @@ class SealedSource:
         self._peers[ask.name] = peer
 
     def dismiss(self, peer: Peer) -> None:
-        """Closes a sink's line."""
+        """Closes the stream to a sink."""
         line = self._lines.pop(peer, None)
         if line is None:
             return
@@ -101,24 +105,24 @@ class SealedSource:
             line.stream.close()
 
     def is_connected(self, peer: Peer) -> bool:
-        """True if a sink has a connected line, over which it gets its blocks."""
+        """True if a sink is connected, so that it gets its blocks over the stream."""
         line = self._lines.get(peer)
         return line is not None and line.stream is not None
 
     def can_send(self, peer: Peer) -> bool:
-        """True unless a sink's line is blocked."""
+        """False while a sink's stream accepts no more data."""
         line = self._lines.get(peer)
         return line is None or not line.is_blocked
 
     @property
     def has_more(self) -> bool:
-        """True if reads may wait that no descriptor reports."""
+        """True if reads may be waiting that no descriptor reports."""
         return any(line.has_more for line in self._lines.values())
 
     # ------------------------------------------------------------ receiving
 
     def receive(self, ready: Collection[int]) -> Iterator[tuple[Peer, Read | ProtocolError]]:
-        """Yields the reads from ready connections; for an invalid read, an error."""
+        """Yields the reads from ready connections. An invalid read yields an error instead."""
         if self._listener is not None and self._listener.fileno() in ready:
             self._accept(self._listener)
         for fd in [fd for fd in self._guests if fd in ready]:
@@ -138,7 +142,7 @@ class SealedSource:
                 prepare(connection, self._timing)
             except BlockingIOError:
                 return
-            except OSError:  # the peer has gone, or no descriptors are left
+            except OSError:  # the peer has disconnected, or no descriptors are left
                 self._count("refused_connections:cannot be accepted", 1)
                 return
             if len(self._guests) >= MAX_GUESTS:
@@ -148,7 +152,9 @@ class SealedSource:
             self._poller.register(fd, select.EPOLLIN)
 
     def _greet(self, fd: int) -> None:
-        """Receives a guest's greeting. A complete greeting makes it a sink, or it is closed."""
+        """Receives a greeting. A correct greeting connects the sink; any other closes the
+        connection.
+        """
         guest = self._guests[fd]
         try:
             said = guest.connection.recv(GREETING_BYTES - len(guest.greeting))
@@ -207,15 +213,15 @@ class SealedSource:
     # ------------------------------------------------------------ blocks
 
     def send(self, read: SendBlocks, pool: Blocks | DeviceBlocks, *, may_wait: bool) -> bool:
-        """Continues the answer to a read of a connected sink. Returns True once all is sent.
+        """Continues to send the blocks of a connected sink's read. Returns True once all are sent.
 
-        A call with another read abandons the current one where it is.
+        A call with another read abandons the rest of the current read.
         """
         line = self._lines[read.peer]
         if line.read is not read:
             line.read, line.num_begun, line.frame = read, 0, None
         while line.frame is not None or line.num_begun < len(read.indices):
-            frame = line.frame or self._begin(line, read, pool)  # None: send only what is queued
+            frame = line.frame or self._begin(line, read, pool)  # None: only queued bytes are sent
             if not self._go_on(line, frame, may_wait=may_wait):
                 return False
             line.frame = None
@@ -225,7 +231,8 @@ class SealedSource:
     def _begin(
         self, line: _Line, read: SendBlocks, pool: Blocks | DeviceBlocks
     ) -> RecordFrame | None:
-        """Starts a frame of the next blocks: all blocks, or the number that is packed at once.
+        """Starts a frame of the next blocks: all remaining blocks, or as many as are packed at
+        once.
 
         Returns None if the unsent rest of an abandoned read leaves no room.
         """
@@ -246,7 +253,7 @@ class SealedSource:
         return line.frame
 
     def _go_on(self, line: _Line, frame: RecordFrame | None, *, may_wait: bool) -> bool:
-        """Continues to send a frame. Returns True once the frame is sent."""
+        """Sends more of a frame. Returns True once the whole frame is sent."""
         assert line.stream is not None
         stop = line.stream.send(frame, BUDGET_BYTES, may_wait=may_wait)
         if stop is StreamStop.BLOCKED:

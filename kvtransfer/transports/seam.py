@@ -8,9 +8,9 @@ An endpoint has one object of each transport, for all its sources:
     zmq      asks the source to send, and receives the blocks in messages
     sealed   sends and receives the same messages over encrypted streams, beside zmq
 
-All transports pass the same contract test. A fetch may write only the blocks that it names, and
-only until its end is reported. A sink frees blocks of a failed pull only once `cancel` returns that
-no fetch of the pull can write any more.
+All transports pass the same contract test. A fetch may write only to the blocks that it names, and
+only until its end is reported. A sink frees the blocks of a failed pull only after `cancel` has
+returned False: no fetch of the pull can write any more.
 """
 
 import select
@@ -31,10 +31,12 @@ from kvtransfer.lease.pull import Means
 from kvtransfer.messages import Data, LeaseWord, Offers
 from kvtransfer.wire import Wire
 
-FRAME_BYTES = 2 * 2**20  # in one Data: smaller frames need more calls, larger ones exceed caches
-BATCH_BYTES = 8 * 2**20  # largest Fetch
+# bytes in one Data: smaller frames need more calls, larger ones exceed the processor's caches
+FRAME_BYTES = 2 * 2**20
+BATCH_BYTES = 8 * 2**20  # most bytes in one Fetch
 WINDOW_BYTES = 32 * 2**20  # most bytes in flight from one source
-READ_BYTES = 32 * 2**20  # largest one-sided read; each read costs NIXL a round trip to the source
+# most bytes in a one-sided read; each read costs NIXL a round trip to the source
+READ_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +48,13 @@ class TransferContext:
     secret: Secret
     timing: Timing
     clock: Clock
-    count: Callable[[str, float], None]  # adds to a counter
+    count: Callable[[str, float], None]  # adds an amount to the counter with that name
 
 
 class TransportUnavailable(BatonError):
-    """A transport cannot be used here, or with one source; the message says why.
+    """A transport cannot be used on this host, or with one source; the message says why.
 
-    `fallback` names the counter of this fallback; None if the fallback is expected.
+    `fallback` is the counter for this case; None if the case is expected.
     """
 
     def __init__(self, message: str, fallback: str | None = "unavailable") -> None:
@@ -63,8 +65,8 @@ class TransportUnavailable(BatonError):
 class BlocksArrived(msgspec.Struct, frozen=True):
     """Blocks of a lease that have arrived in their places.
 
-    With `data`, the source sent them while the lease was open. Otherwise the lease was open if its
-    `word` is still the same.
+    With `data`, the source sent the blocks while the lease was open. Without `data`, the lease was
+    open if its `word` has not changed.
     """
 
     address: str
@@ -75,13 +77,13 @@ class BlocksArrived(msgspec.Struct, frozen=True):
 
 
 class BlocksFailed(msgspec.Struct, frozen=True):
-    """Blocks of a lease whose fetch failed, and which are not written any more."""
+    """Blocks of a lease whose fetch failed. Nothing writes to them any more."""
 
     address: str
     lease_id: LeaseId
     indices: tuple[int, ...]
     reason: str
-    damaged: bool = False  # the blocks had a wrong checksum
+    damaged: bool = False  # True if the blocks had a wrong checksum
 
 
 class SourceFault(msgspec.Struct, frozen=True):
@@ -95,7 +97,7 @@ FetchEnd = BlocksArrived | BlocksFailed | SourceFault
 
 
 class BlockTransport(Protocol):
-    """A transport of blocks, for all sources that are read with it."""
+    """A transport of blocks, used for all sources whose blocks it fetches."""
 
     @property
     def name(self) -> Transport:
@@ -104,11 +106,13 @@ class BlockTransport(Protocol):
 
     @property
     def num_reads(self) -> int:
-        """The number of fetches in flight whose end only `poll` finds, not a descriptor."""
+        """The number of fetches in flight whose end is found only by `poll`, not reported by a
+        descriptor.
+        """
         ...
 
     def offer(self, offers: Offers) -> Offers:
-        """Adds this transport's way to read the pool to `offers`. Raises TransportUnavailable."""
+        """Adds to `offers` how this transport can read the pool. Raises TransportUnavailable."""
         ...
 
     def open(self, use: UseSource) -> Means:
@@ -116,26 +120,28 @@ class BlockTransport(Protocol):
         ...
 
     def fetch(self, fetch: Fetch) -> Sequence[FetchEnd]:
-        """Starts a fetch; returns the fetches that have ended already."""
+        """Starts a fetch. Returns the fetches that have ended already."""
         ...
 
     def poll(self, ready: Collection[int], *, may_wait: bool) -> Sequence[FetchEnd]:
         """Returns the fetches that ended or failed since the last call.
 
-        `ready` are the descriptors that can be read or written. With `may_wait` it waits for a
-        moment for the rest of a frame that has begun to arrive.
+        `ready` are the descriptors that can be read or written. With `may_wait`, this waits briefly
+        for the rest of a partly received frame.
         """
         ...
 
     def cancel(self, seq_id: SeqId) -> bool:
-        """Stops the fetches of a sequence if possible. True while a fetch may still write."""
+        """Stops the fetches of a sequence if possible. Returns True while a fetch may still
+        write.
+        """
         ...
 
     def close(self, address: str) -> None:
-        """Drops a source, at the latest when the last fetch from it has ended."""
+        """Drops a source, at the latest once the last fetch from the source has ended."""
         ...
 
 
 def num_records(num_bytes: int, wire: Wire) -> int:
-    """Returns how many wire records fit into `num_bytes`; at least one."""
+    """Returns the number of wire records that fit into `num_bytes`, at least one."""
     return max(1, num_bytes // wire.record_bytes)

@@ -21,21 +21,23 @@ from kvtransfer.transports.seam import (
     num_records,
 )
 
-Copy = Callable[[Sequence[int], Sequence[int]], None]  # (local block ids, source block ids)
+# (local block ids, ids of the source's blocks)
+Copy = Callable[[Sequence[int], Sequence[int]], None]
 
 
 class ShmTransport:
-    """Copies blocks piece by piece. A fetch is done when `fetch` returns."""
+    """Copies blocks piece by piece. A fetch has ended when `fetch` returns."""
 
     name = Transport.SHM
     num_reads = 0
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._copies: dict[str, Copy] = {}  # by address; each keeps the source's memory mapped
+        # by the source's address; each copy keeps the source's memory mapped
+        self._copies: dict[str, Copy] = {}
 
     def offer(self, offers: Offers) -> Offers:
-        """Offers the pool's memory, if other processes can map it."""
+        """Offers the pool's memory, if other processes can map the pool."""
         return msgspec.structs.replace(offers, shm=self._pool.offer())
 
     def open(self, use: UseSource) -> Means:
@@ -52,7 +54,7 @@ class ShmTransport:
         return Means(self.name, batch_blocks=batch, window_blocks=batch)
 
     def fetch(self, fetch: Fetch) -> Sequence[FetchEnd]:
-        """Copies all blocks before it returns."""
+        """Copies all blocks of the fetch before it returns."""
         self._copies[fetch.address](fetch.block_ids, fetch.source_blocks)
         return [BlocksArrived(fetch.address, fetch.lease_id, fetch.indices, fetch.word)]
 
@@ -65,7 +67,9 @@ class ShmTransport:
         return False
 
     def close(self, address: str) -> None:
-        """Drops the copy, so that the source's memory is unmapped with its last view."""
+        """Drops the copy function of a source. The source's memory is unmapped with its last
+        view.
+        """
         self._copies.pop(address, None)
 
 

@@ -1,9 +1,9 @@
 """Sends blocks in messages: over the sink's sealed stream if it has one, else over CURVE.
 
 Over CURVE, blocks are gathered into staging buffers, from which ZeroMQ sends without another copy.
-The buffers bound the memory that a source needs for its sinks. Reads wait, sink by sink, until a
-buffer is free or until the stream accepts more. A read whose lease has ended meanwhile is dropped:
-its sink has received Ended.
+The buffers bound the memory that a source needs for its sinks. Reads wait in one queue per sink
+until a buffer is free, or until the stream accepts more data. If a read's lease ends before it is
+answered, the read is dropped: the sink has received Ended.
 """
 
 import contextlib
@@ -42,12 +42,13 @@ from kvtransfer.wire import Wire
 
 log = logging.getLogger(__name__)
 
-MAX_FRAMES_PER_TURN = 16  # frames sent in a row to each sink
-MAX_BUFFERS_PER_SINK = 3  # one is filled while ZeroMQ sends the others; so few fit the caches
+MAX_FRAMES_PER_TURN = 16  # most frames that are sent to a sink before the next sink's turn
+# one is filled while ZeroMQ sends the others; this number fits the processor's caches
+MAX_BUFFERS_PER_SINK = 3
 MAX_BUFFERS = 64
-MAX_QUEUED_READS = 256  # queued for one sink; it asks again for dropped reads
+MAX_QUEUED_READS = 256  # most reads queued for one sink, which asks again for dropped reads
 
-# Sends a header and a payload to a sink; returns a tracker of ZeroMQ's use of the payload.
+# Sends a header and a payload to a sink. Returns the tracker of ZeroMQ's use of the payload.
 SendFrame = Callable[[Peer, bytes, memoryview], zmq.MessageTracker | None]
 
 
@@ -57,12 +58,14 @@ class Staging:
     def __init__(self, allocate: Callable[[int], Blocks]) -> None:
         self._allocate = allocate
         self._free: list[Blocks] = []
-        self._sending: list[tuple[zmq.MessageTracker, Peer, Blocks]] = []  # oldest first
+        # the buffers that ZeroMQ is sending, oldest first
+        self._sending: list[tuple[zmq.MessageTracker, Peer, Blocks]] = []
 
     def take(self, peer: Peer, num_bytes: int) -> Blocks | None:
         """Returns a buffer of at least `num_bytes` for that sink; None if the sink must wait."""
         still = []
-        for tracker, holder, buffer in self._sending:  # ask each tracker once: it may end meanwhile
+        # each tracker is asked once, since its state may change
+        for tracker, holder, buffer in self._sending:
             if tracker.done:
                 self._free.append(buffer)
             else:
@@ -76,14 +79,15 @@ class Staging:
                 return buffer
         if len(self._sending) >= MAX_BUFFERS:
             return None
-        return self._allocate(max(num_bytes, FRAME_BYTES))  # fits any frame of small blocks
+        # at least FRAME_BYTES, so that any frame of small blocks fits
+        return self._allocate(max(num_bytes, FRAME_BYTES))
 
     def lend(self, buffer: Blocks, peer: Peer, tracker: zmq.MessageTracker) -> None:
-        """Marks a buffer as being sent to a peer."""
+        """Records that ZeroMQ is sending a buffer to a peer."""
         self._sending.append((tracker, peer, buffer))
 
     def wait(self, timeout_s: float) -> None:
-        """Waits until the oldest buffer is sent, for at most `timeout_s`."""
+        """Waits until the oldest buffer has been sent, for at most `timeout_s`."""
         if self._sending:
             with contextlib.suppress(zmq.NotDone):
                 self._sending[0][0].wait(timeout_s)
@@ -105,14 +109,14 @@ class ZmqTransport:
     ) -> None:
         """`pool` is None if the host cannot reach its memory. `post` sends a message to a source.
 
-        `places` returns the places of a Data that came from an address.
+        `places` returns the local places of a Data that came from an address.
         """
         self._pool = pool
         self._post = post
         self._count = context.count
         self.sealed_sink = SealedSink(context, places=places, post=post)
         self.sealed_source = SealedSource(context)
-        self._wires: dict[str, Wire] = {}  # by the source's address
+        self._wires: dict[str, Wire] = {}  # the form of the blocks, by the source's address
         self._staging = Staging(
             pool.driver.pinned if isinstance(pool, DeviceBlocks) else _host_bytes
         )
@@ -127,7 +131,9 @@ class ZmqTransport:
         return msgspec.structs.replace(offers, sends=self._pool is not None, sealed_port=port)
 
     def open(self, use: UseSource) -> Means:
-        """Asks the source for a sealed stream. Until it exists, blocks come over CURVE."""
+        """Asks the source for a sealed stream. Until the stream exists, blocks arrive over
+        CURVE.
+        """
         if not use.source.offers.sends:
             raise TransportUnavailable("source cannot send what is in a GPU's memory", None)
         if self._pool is None:
@@ -143,7 +149,7 @@ class ZmqTransport:
         return means
 
     def fetch(self, fetch: Fetch) -> Sequence[FetchEnd]:
-        """Asks the source for blocks. Returns no news, since no block is in place yet."""
+        """Asks the source for blocks. Returns nothing, since no block has arrived yet."""
         read = Read(fetch.lease_id, list(fetch.indices))
         if not self.sealed_sink.read(fetch.address, read):
             self._post(fetch.address, read)
@@ -152,11 +158,12 @@ class ZmqTransport:
     def place(
         self, address: str, data: Data, payload: memoryview, places: Sequence[BlockId | None]
     ) -> FetchEnd:
-        """Puts records that came over CURVE in their places. None: no pull waits for the block.
+        """Writes records that arrived over CURVE to their places. A place is None if no pull waits
+        for the block.
 
-        Damage is found only after the records are in place. The places belong to this pull alone,
-        so no other data is overwritten. Damaged blocks are asked for again, or the pull fails.
-        Raises ProtocolError.
+        The checksum is known only after the records are written. Their places belong to this pull
+        alone, so no other data is overwritten. Damaged blocks are asked for again, or the pull
+        fails. Raises ProtocolError.
         """
         wire = self._wires.get(address)
         if wire is None or self._pool is None:
@@ -177,11 +184,13 @@ class ZmqTransport:
         return here if checksum == data.checksum else damaged
 
     def poll(self, ready: Collection[int], *, may_wait: bool) -> Sequence[FetchEnd]:
-        """Returns the blocks from sealed streams. `place` reports the blocks from CURVE."""
+        """Returns the blocks that arrived over sealed streams. `place` reports the blocks from
+        CURVE.
+        """
         return self.sealed_sink.poll(ready, may_wait=may_wait)
 
     def cancel(self, seq_id: SeqId) -> bool:
-        """Returns False: blocks that still arrive have no place and are dropped."""
+        """Returns False: blocks that arrive later have no place, and are dropped."""
         return False
 
     def close(self, address: str) -> None:
@@ -193,7 +202,9 @@ class ZmqTransport:
 
     @property
     def has_work(self) -> bool:
-        """True if blocks wait to be sent and no descriptor will report when they can be."""
+        """True if blocks are waiting to be sent, and no descriptor will report when they can be
+        sent.
+        """
         sealed = self.sealed_source
         return sealed.has_more or any(sealed.can_send(peer) for peer in self._queued)
 
@@ -209,10 +220,10 @@ class ZmqTransport:
     def flush(
         self, may_send: Callable[[SendBlocks], bool], send: SendFrame, *, may_wait: bool
     ) -> None:
-        """Sends frames to the waiting sinks by turns, while buffers are free.
+        """Sends frames to the waiting sinks in turn, as long as buffers are free.
 
-        `may_send` returns True if the read's lease is open. With `may_wait`, it may wait for a
-        moment if only one sink is waiting.
+        `may_send` returns True if the read's lease is open. With `may_wait`, this may wait briefly
+        if only one sink is waiting.
         """
         self._lacks_buffer = False
         may_wait = may_wait and len(self._queued) == 1
@@ -240,7 +251,9 @@ class ZmqTransport:
         self._pool = None
 
     def _send(self, read: SendBlocks, send: SendFrame, *, may_wait: bool) -> int:
-        """Sends the first blocks of a read. Returns their number; 0 if the read must wait."""
+        """Sends the first blocks of a read. Returns the number of sent blocks; 0 if the read must
+        wait.
+        """
         pool, sealed = self._pool, self.sealed_source
         assert pool is not None, "a source that cannot reach its pool offers no sending"
         if sealed.is_connected(read.peer):
@@ -261,7 +274,7 @@ class ZmqTransport:
         return num
 
     def _drop_first(self, peer: Peer, num: int) -> None:
-        """Removes the first `num` blocks of a sink's oldest read."""
+        """Removes the first `num` blocks from a sink's oldest read."""
         queue = self._queued[peer]
         read = queue.popleft()
         if len(read.indices) > num:

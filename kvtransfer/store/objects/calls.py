@@ -2,15 +2,16 @@
 
 A call that is not done by its deadline counts as failed, and its future gets the value `otherwise`.
 If a thread is running the call, that thread is stuck and another thread replaces it. The number of
-stuck threads is bounded: at the bound, no more calls are made until a stuck thread returns. A
-returned thread serves again if its lane lacks a thread, and ends otherwise.
+stuck threads is bounded: at the bound, no more calls are made until a stuck thread returns. When a
+stuck thread returns, it serves its lane again if the lane lacks a thread; otherwise the thread
+ends.
 
 Each lane has its own threads and its own queue, so slow writes do not delay reads.
 
-`CallBreaker` stops calls to a failing object store, and tries again later. Its time is an argument.
-After `MAX_FAILURES` failures in a row, calls stop for a second. After a pause, a single failure
-stops them again. Each pause is twice as long as the last, up to five minutes. A success resets the
-count and the pause.
+`CallBreaker` stops calls to a failing object store, and allows them again later. The time is an
+argument. After `MAX_FAILURES` failures in a row, calls stop for a second. After a pause, a single
+failure stops the calls again. Each pause is twice as long as the last, up to five minutes. A
+success resets the count and the pause.
 """
 
 import threading
@@ -32,8 +33,8 @@ CLOSE_WAIT_S = 1.0
 class CallFault(StrEnum):
     """The reason why a call was not made or not completed."""
 
-    BUSY = "busy"  # too many calls wait
-    OFF = "off"  # after failures or hangs, no call is made for a while
+    BUSY = "busy"  # too many calls are waiting
+    OFF = "off"  # after failures or hangs, no call is made for some time
     TIMEOUT = "timeout"
     STORE = "store"  # the object store or its library failed
     CLOSED = "closed"
@@ -41,7 +42,9 @@ class CallFault(StrEnum):
 
 @dataclass(eq=False, slots=True)
 class TimedCall(Generic[T]):
-    """Work with a future, whose value is `otherwise` on failure. `is_over`: the value is set."""
+    """A call with a future, whose value is `otherwise` on failure. `is_over`: the value is
+    decided.
+    """
 
     work: Callable[["TimedCall[T]"], T]
     otherwise: T
@@ -59,7 +62,7 @@ class _Lane:
 
 
 class CallThreads:
-    """Makes calls on a few threads. Any thread may call `count`, once for each fault."""
+    """Makes calls on a few threads. `count` is called once for each fault, on any thread."""
 
     def __init__(
         self,
@@ -71,13 +74,13 @@ class CallThreads:
         count: Callable[[CallFault], None],
     ) -> None:
         self._lanes = {name: _Lane(num_threads) for name, num_threads in lanes.items()}
-        self._max_waiting = max_waiting  # queued calls per lane
+        self._max_waiting = max_waiting  # most queued calls of each lane
         self._max_stuck = max_stuck
         self._clock = clock
         self._count = count
         self._breaker = CallBreaker()
         self._changed = threading.Condition()
-        self._calls: dict[TimedCall[Any], _Lane] = {}  # calls that have not ended
+        self._calls: dict[TimedCall[Any], _Lane] = {}  # the lane of each call that has not ended
         self._threads: set[threading.Thread] = set()
         self._num_stuck = 0
         self._is_open = False
@@ -88,12 +91,12 @@ class CallThreads:
         return sum(thread.is_alive() for thread in tuple(self._threads))
 
     def why_off(self) -> str | None:
-        """Returns why no calls are made at present; None if calls are made."""
+        """Returns the reason why no calls are made at present; None if calls are made."""
         with self._changed:
             return self._breaker.why_off(self._clock.now_s())
 
     def open(self) -> None:
-        """Starts the threads. They do not delay the exit of the process."""
+        """Starts the threads, which do not delay the exit of the process."""
         with self._changed:
             self._is_open = True
             self._start(self._watch)
@@ -101,7 +104,7 @@ class CallThreads:
                 self._fill(lane)
 
     def close(self) -> None:
-        """Ends all calls, and the threads that are not stuck."""
+        """Ends all calls, and all threads that are not stuck."""
         with self._changed:
             self._is_open = False
             over = [call for call in self._calls if not call.is_over]
@@ -124,9 +127,11 @@ class CallThreads:
         otherwise: T,
         timeout_s: float,
     ) -> "Future[T]":
-        """Makes a call, unless too many wait or calls are off. The future cannot be cancelled.
+        """Queues a call, unless too many are waiting or calls are off. The future cannot be
+        cancelled.
 
-        The future gets the result within `timeout_s`, or else `otherwise`. It raises only bugs.
+        The future gets the result within `timeout_s`, or else `otherwise`. It raises only errors
+        that are bugs.
         """
         with self._changed:
             now_s = self._clock.now_s()
@@ -152,7 +157,9 @@ class CallThreads:
         return CallFault.BUSY if len(lane.waiting) >= self._max_waiting else None
 
     def _end(self, calls: list[TimedCall[Any]], fault: CallFault) -> None:
-        """Sets the futures of ended calls. Holds no lock, since futures run callbacks."""
+        """Sets the futures of ended calls. Called without the lock, because futures run
+        callbacks.
+        """
         for call in calls:
             self._count(fault)
             call.future.set_result(call.otherwise)
@@ -171,7 +178,9 @@ class CallThreads:
         self._threads.add(thread)
 
     def _serve(self, lane: _Lane) -> None:
-        """Runs the calls of a lane, one after another, until closed or replaced."""
+        """Runs the calls of a lane, one after another, until the lane is closed or the thread is
+        replaced.
+        """
         while (call := self._next(lane)) is not None:
             result: Any = None
             failure: ObjectStoreFailed | None = None
@@ -206,7 +215,7 @@ class CallThreads:
     def _finish(
         self, call: TimedCall[Any], lane: _Lane, failure: ObjectStoreFailed | None
     ) -> tuple[bool, bool]:
-        """Records the end of a call. Returns (it was late, its thread continues)."""
+        """Records the end of a call. Returns (the call was late, its thread continues to serve)."""
         with self._changed:
             now_s = self._clock.now_s()
             if not call.is_over:
@@ -227,7 +236,7 @@ class CallThreads:
             return True, goes_on
 
     def _watch(self) -> None:
-        """Fails calls at their deadlines, until closed."""
+        """Fails calls that reach their deadlines, until closed."""
         while True:
             with self._changed:
                 if not self._is_open:
@@ -259,7 +268,7 @@ LONGEST_PAUSE_S = 300.0
 
 
 class CallBreaker:
-    """Decides if calls may be made now."""
+    """Decides whether calls may be made at a time."""
 
     def __init__(self) -> None:
         self._num_failures = 0
@@ -268,25 +277,25 @@ class CallBreaker:
         self._off_until_s: float | None = None
 
     def why_off(self, now_s: float) -> str | None:
-        """Returns why no calls are made now, or None if they are."""
+        """Returns the reason why no calls are made now, or None if calls are made."""
         is_off = self._off_until_s is not None and now_s < self._off_until_s
         return self._reason if is_off else None
 
     def succeeded(self, now_s: float) -> None:
-        """Records an answer. During a pause, a late answer of an earlier call does not count."""
+        """Records a success. During a pause, the late success of an earlier call does not count."""
         if self.why_off(now_s) is None:
             self._num_failures = 0
             self._pause_s = FIRST_PAUSE_S
 
     def failed(self, reason: str, now_s: float) -> None:
-        """Records a call that failed or was not answered in time."""
+        """Records a call that failed or timed out."""
         if self.why_off(now_s) is None:
             self._num_failures += 1
             if self._num_failures >= MAX_FAILURES:
                 self.trip(reason, now_s)
 
     def trip(self, reason: str, now_s: float) -> None:
-        """Stops calls for a pause, if they are not stopped already."""
+        """Stops calls for a pause, unless they are stopped already."""
         if self.why_off(now_s) is None:
             self._reason = reason
             self._off_until_s = now_s + self._pause_s

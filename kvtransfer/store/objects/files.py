@@ -16,7 +16,7 @@ from kvtransfer.store.objects.manifest import ObjectFacts
 
 
 class ObjectStoreFailed(BatonError):
-    """The object store or its library failed. This error never leaves the object tier."""
+    """The object store or its library failed. The object tier never passes this error on."""
 
 
 class ByteRange(NamedTuple):
@@ -34,7 +34,8 @@ class ObjectFiles:
         self._url = url
         self._folder = folder
         self._fsspec: Any = None
-        self._files: Any = None  # fsspec file system, made by the first call: that may block
+        # the fsspec file system; created by the first call, because creating it may block
+        self._files: Any = None
         self._path = ""
 
     def open(self) -> None:
@@ -62,7 +63,8 @@ class ObjectFiles:
             return [_facts(one) for one in listed if one["type"] == "file"]
 
     def read(self, ranges: Sequence[ByteRange]) -> list[bytes | ObjectStoreFailed | None]:
-        """Reads ranges, concurrently if the library can. None: the object does not exist.
+        """Reads ranges, concurrently if the library can. The result is None for an object that does
+        not exist.
 
         Raises ObjectStoreFailed if no range could be read.
         """
@@ -87,7 +89,7 @@ class ObjectFiles:
             self._connected().pipe_file(self._path_of(name), data)
 
     def delete(self, names: Sequence[str]) -> None:
-        """Deletes the objects that exist. Raises ObjectStoreFailed."""
+        """Deletes these objects, if they exist. Raises ObjectStoreFailed."""
         if not names:
             return
         paths = [self._path_of(name) for name in names]
@@ -95,7 +97,7 @@ class ObjectFiles:
             files = self._connected()
             try:
                 files.rm(paths)
-            except FileNotFoundError:  # some libraries stop at the first missing object
+            except FileNotFoundError:  # some libraries stop at the first object that does not exist
                 for path in paths:
                     _delete_one(files, path)
 
@@ -103,7 +105,8 @@ class ObjectFiles:
         if self._files is None:
             options = {"skip_instance_cache": True}
             if self._url.startswith(("file://", "local://")):
-                options["auto_mkdir"] = True  # object stores have no folders to make
+                # a file system needs folders for the objects, and object stores have none
+                options["auto_mkdir"] = True
             files, root = self._fsspec.core.url_to_fs(self._url, **options)
             self._path = f"{root.rstrip('/')}/{self._folder}"
             self._files = files
@@ -115,7 +118,7 @@ class ObjectFiles:
 
 @contextmanager
 def _library() -> Iterator[None]:
-    """Turns any exception of a scheme's library into ObjectStoreFailed."""
+    """Converts any exception of a scheme's library to ObjectStoreFailed."""
     try:
         yield
     except ObjectStoreFailed:
@@ -136,7 +139,7 @@ def _delete_one(files: Any, path: str) -> None:
     try:
         files.rm_file(path)
     except FileNotFoundError:
-        return  # another store deleted the object
+        return  # another store has deleted the object
 
 
 def _facts(listed: dict[str, Any]) -> ObjectFacts:
@@ -146,7 +149,7 @@ def _facts(listed: dict[str, Any]) -> ObjectFacts:
 
 
 def _modified_s(listed: dict[str, Any]) -> float | None:
-    """Returns when an object was written; each library has another key for the time."""
+    """Returns when an object was written. Libraries use different keys for this time."""
     for key in ("mtime", "LastModified", "updated", "created"):
         told = listed.get(key)
         if isinstance(told, str):

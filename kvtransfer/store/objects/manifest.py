@@ -2,8 +2,8 @@
 
     magic 8 bytes | version u32 | xxh3-64 of the body u64 | body (msgpack), all little-endian
 
-The manifest is written after its segment, so it proves that the segment is complete. It contains
-the name of its segment, so it cannot be used for another. Pure: no I/O.
+The manifest is written after its segment, so it proves that the segment is complete. The manifest
+contains the name of its segment, so it cannot be used for another segment. Pure: no I/O.
 
 Checksums are xxh3-64, as on the wire between workers. Each byte of a block is hashed once on write
 and once on read, so speed matters: xxh3 is some ten times as fast as BLAKE2b. A damaged block
@@ -45,18 +45,20 @@ _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class ManifestFault(StrEnum):
-    """The first reason why a manifest cannot be used."""
+    """The reason why a manifest cannot be used: the first fault found."""
 
     SIZE = "manifest_size"
     MAGIC = "manifest_magic"
     VERSION = "manifest_version"
     CHECKSUM = "manifest_checksum"
     FORMAT = "manifest_format"
-    FOREIGN = "manifest_foreign"  # the manifest of another segment, model or layout
+    FOREIGN = "manifest_foreign"  # the manifest belongs to another segment, model or layout
 
 
 class ManifestBlock(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A block of a segment: `length` bytes from `offset` on, with the xxh3-64 `checksum`."""
+    """A block of a segment: `length` bytes from `offset` on. `checksum` is the xxh3-64 of these
+    bytes.
+    """
 
     block_hash: _Digest
     parent: _Digest | None
@@ -71,10 +73,7 @@ class ManifestBlock(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
 
 
 class SegmentTerms(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The facts of a segment that a reader checks: its name, identity and sizes.
-
-    `identity` is the digest of the model's fingerprint and the layout of its KV.
-    """
+    """The facts about a segment that its reader checks: name, identity and sizes."""
 
     name: Annotated[str, msgspec.Meta(max_length=64)]
     identity: _Digest
@@ -95,7 +94,9 @@ _body = msgspec.msgpack.Decoder(_Body)
 def describe_blocks(
     blocks: Sequence[tuple[BlockHash, BlockHash | None]], payload: bytes, block_bytes: int
 ) -> tuple[ManifestBlock, ...]:
-    """Returns the entries of blocks, given as (hash, parent), that fill `payload` in order."""
+    """Returns manifest entries for blocks, given as (hash, parent), that fill `payload` in
+    order.
+    """
     view = memoryview(payload)
     return tuple(
         ManifestBlock(block_hash, parent, start, block_bytes, checksum(view[start:][:block_bytes]))
@@ -112,9 +113,10 @@ def encode_manifest(terms: SegmentTerms, blocks: Sequence[ManifestBlock]) -> byt
 
 
 def decode_manifest(data: bytes, terms: SegmentTerms) -> tuple[ManifestBlock, ...] | ManifestFault:
-    """Returns the blocks of the segment with these terms, or why the manifest cannot be used.
+    """Returns the blocks of the segment with these terms, or the reason why the manifest is
+    unusable.
 
-    Each returned block lies in the segment, has `block_bytes` bytes, and a hash of its own.
+    Each returned block lies within the segment and has `block_bytes` bytes. No hash occurs twice.
     """
     if not _HEADER.size < len(data) <= MAX_MANIFEST_BYTES:
         return ManifestFault.SIZE
@@ -152,7 +154,9 @@ _OBJECT = re.compile(r"(([0-9a-f]{10})-[0-9a-f]{16}-[0-9a-f]{8})\.(manifest|segm
 
 
 class ObjectFacts(NamedTuple):
-    """A listed object; `modified_s` is in seconds since 1970, or None if the store omits it."""
+    """A listed object. `modified_s` is in seconds since 1970, or None if the store does not provide
+    it.
+    """
 
     name: str
     num_bytes: int
@@ -160,12 +164,14 @@ class ObjectFacts(NamedTuple):
 
 
 class ListedSegment(NamedTuple):
-    """A segment with the sizes of its two objects; None if an object is absent."""
+    """A listed segment with the sizes of its two objects; a size is None if the object is
+    absent.
+    """
 
     name: str
     segment_bytes: int | None
     manifest_bytes: int | None
-    written_s: float  # since 1970
+    written_s: float  # time of writing, in seconds since 1970
 
     @property
     def num_bytes(self) -> int:
@@ -178,7 +184,7 @@ class ListedSegment(NamedTuple):
         return self.segment_bytes is None or self.manifest_bytes is None
 
     def has_our_size(self, max_segment_bytes: int) -> bool:
-        """Returns true if both objects exist, with sizes that this store could have written."""
+        """Returns True if both objects exist and have sizes that this store could have written."""
         if self.segment_bytes is None or self.manifest_bytes is None:
             return False
         is_manifest = 0 < self.manifest_bytes <= MAX_MANIFEST_BYTES
@@ -186,12 +192,12 @@ class ListedSegment(NamedTuple):
 
 
 def segment_name(written_s: int, writer: str, number: int) -> str:
-    """Returns the name of a writer's segment. Names sort by the time of writing."""
+    """Returns the name of a writer's segment. Sorted names are in the order of writing."""
     return f"{written_s:010x}-{writer}-{number:08x}"
 
 
 def pair_objects(objects: Iterable[ObjectFacts]) -> list[ListedSegment]:
-    """Returns the listed segments, the oldest first."""
+    """Returns the listed segments, oldest first."""
     found: dict[str, ListedSegment] = {}
     for facts in objects:
         match = _OBJECT.fullmatch(facts.name)
@@ -211,10 +217,11 @@ def pair_objects(objects: Iterable[ObjectFacts]) -> list[ListedSegment]:
 def find_garbage(
     segments: Iterable[ListedSegment], bad: Collection[str], writer: str, now_s: float
 ) -> Iterator[str]:
-    """Yields the names of old segments that will never be complete.
+    """Yields the names of old segments that are incomplete or unusable for ever.
 
     `bad` are the names of segments with an unusable manifest. `now_s` is in seconds since 1970.
-    Another writer may still write the manifest of its segment, so that segment must be a day old.
+    Another writer may not have written its segment's manifest yet, so only segments that are a day
+    old count.
     """
     for one in segments:
         is_own = one.name.split("-")[1] == writer

@@ -1,4 +1,4 @@
-"""The known segments: finds blocks in segments, and segments to delete. Pure: no I/O.
+"""The index of known segments: finds blocks, and chooses segments to delete. Pure: no I/O.
 
 A segment passes through these states, each at most once:
 
@@ -20,7 +20,9 @@ from kvtransfer.store.objects.manifest import SEGMENT_BLOCKS, ManifestBlock
 
 
 class ObjectBlock(NamedTuple):
-    """A block to write to the object store; `payload` is its record of `block_bytes` bytes."""
+    """A block to write to the object store. `payload` is the block's record of `block_bytes`
+    bytes.
+    """
 
     block_hash: BlockHash
     parent: BlockHash | None
@@ -28,26 +30,26 @@ class ObjectBlock(NamedTuple):
 
 
 class ObjectEntry(NamedTuple):
-    """A block that the object store holds."""
+    """A block that is in the object store."""
 
     block_hash: BlockHash
     parent: BlockHash | None
 
 
 class SegmentRead(NamedTuple):
-    """A range of a segment that contains these blocks without gaps."""
+    """A range of a segment that consists of these blocks without gaps."""
 
     name: str
     blocks: tuple[ManifestBlock, ...]
 
     @property
     def start(self) -> int:
-        """Offset of the first byte."""
+        """Offset of the range's first byte in the segment."""
         return self.blocks[0].offset
 
     @property
     def end(self) -> int:
-        """Offset after the last byte."""
+        """Offset after the range's last byte in the segment."""
         return self.blocks[-1].end
 
 
@@ -62,12 +64,13 @@ class _Segment:
 
 
 class SegmentIndex:
-    """Knows the segments of one identity and the blocks in them. Not thread-safe."""
+    """Indexes the segments of one identity and the blocks in them. Not thread-safe."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._segments: dict[str, _Segment] = {}
-        self._homes: dict[BlockHash, list[str]] = {}  # segments with each block; reads use the last
+        # names of the segments that have each block; reads use the last segment
+        self._homes: dict[BlockHash, list[str]] = {}
         self.num_bytes = 0
 
     def __contains__(self, block_hash: object) -> bool:
@@ -84,27 +87,27 @@ class SegmentIndex:
         return {name for name, segment in self._segments.items() if segment.is_bad}
 
     def entries(self) -> list[ObjectEntry]:
-        """Returns each block that can be found, once."""
+        """Yields each block that can be found, once."""
         blocks = (self._segments[homes[-1]].blocks[key] for key, homes in self._homes.items())
         return [_entry(block) for block in blocks]
 
     def add(self, name: str, num_bytes: int, written_s: float) -> None:
-        """Adds a segment of which only the name and the size are known."""
+        """Adds a segment whose blocks are not known yet, with its name and size."""
         assert name not in self._segments
         self._segments[name] = _Segment(num_bytes, written_s)
         self.num_bytes += num_bytes
 
     def correct_size(self, name: str, num_bytes: int) -> None:
-        """Corrects a segment's size from a listing."""
+        """Sets a segment's size to the size in a listing."""
         self.num_bytes += num_bytes - self._segments[name].num_bytes
         self._segments[name].num_bytes = num_bytes
 
     def needs_manifest(self, name: str) -> bool:
-        """Returns true if the segment's manifest has not been read yet."""
+        """Returns True if the segment's manifest has not been read yet."""
         return not self._segments[name].is_filled
 
     def fill(self, name: str, blocks: Sequence[ManifestBlock]) -> None:
-        """Adds the blocks of a segment, unless the segment is hidden or removed."""
+        """Adds the blocks of a segment, unless the segment has been hidden or removed."""
         segment = self._segments.get(name)
         if segment is None or segment.is_hidden or segment.is_filled:
             return
@@ -120,13 +123,13 @@ class SegmentIndex:
             self._segments[name].is_bad = self._segments[name].is_filled = True
 
     def remove_block(self, name: str, block_hash: BlockHash) -> None:
-        """Removes a damaged block, which is never read from this segment again."""
+        """Removes a damaged block, so that it is never read from this segment again."""
         segment = self._segments.get(name)
         if segment is not None and segment.blocks.pop(block_hash, None) is not None:
             self._leave(block_hash, name)
 
     def hide(self, names: Iterable[str]) -> None:
-        """Hides segments before their deletion: their blocks cannot be found any more."""
+        """Hides segments that are about to be deleted: their blocks cannot be found any more."""
         for name in names:
             segment = self._segments.get(name)
             if segment is None:
@@ -162,7 +165,9 @@ class SegmentIndex:
         return victims
 
     def plan_reads(self, hashes: Iterable[BlockHash]) -> list[SegmentRead]:
-        """Returns the ranges of these blocks. Neighbours share a range; unknown ones have none."""
+        """Returns the ranges that contain these blocks. Adjacent blocks share a range; unknown
+        blocks have none.
+        """
         by_segment: dict[str, list[ManifestBlock]] = {}
         for block_hash in dict.fromkeys(hashes):
             if homes := self._homes.get(block_hash):
@@ -192,7 +197,7 @@ class SegmentIndex:
 def choose_blocks(
     blocks: Sequence[ObjectBlock], block_bytes: int, known: Container[BlockHash]
 ) -> list[ObjectBlock]:
-    """Returns the blocks for a new segment: the unknown blocks, each once.
+    """Returns the blocks to write to a new segment: each block that is not known yet, once.
 
     Raises ValueError if there are too many blocks for a segment, or a block has a wrong size.
     """
@@ -211,7 +216,7 @@ def _entry(block: ManifestBlock) -> ObjectEntry:
 
 
 def _runs(blocks: Sequence[ManifestBlock]) -> Iterator[tuple[ManifestBlock, ...]]:
-    """Yields maximal runs of adjacent blocks; `blocks` are sorted by offset."""
+    """Yields maximal runs of adjacent blocks. `blocks` must be sorted by offset."""
     start = 0
     for i in range(1, len(blocks) + 1):
         if i == len(blocks) or blocks[i].offset != blocks[i - 1].end:

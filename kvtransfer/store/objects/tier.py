@@ -1,13 +1,13 @@
 """Keeps blocks in an object store and finds them again. No call waits for the object store.
 
-Blocks are written in immutable segments of up to 64, each with a manifest that is written after it.
-So any number of stores can share a folder: there is no common index, and no object is ever changed.
-If two stores write the same block, it exists twice, which is harmless. A store finds the segments
-of other stores when it lists the folder, on `open` and `refresh`.
+Blocks are written in immutable segments of up to 64 blocks. Each segment has a manifest, which is
+written after the segment. So any number of stores can share a folder: there is no common index, and
+no object is ever changed. If two stores write the same block, two copies exist, which is harmless.
+A store finds the segments of other stores when it lists the folder, on `open` and `refresh`.
 
 Every call returns a future at once. Another thread sets its value in bounded time. Failures of the
-object store are counted and look like a miss; no future raises them. A block is returned only if
-its length and checksum are correct.
+object store are counted, and the caller sees a miss; no future raises them. A block is returned
+only if its length and checksum are correct.
 
 One thread writes, lists and deletes. So a listing never meets a half-written segment of this store.
 
@@ -59,25 +59,26 @@ from kvtransfer.store.objects.segments import (
 T = TypeVar("T")
 
 MANIFESTS_PER_READ = 64
-MAX_MANIFESTS = 16_384  # the newest manifests are read; they have up to a million blocks
+# only this number of newest manifests is read; they have up to a million blocks
+MAX_MANIFESTS = 16_384
 
 Payloads = Mapping[BlockHash, memoryview]
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectLimits:
-    """The limits of calls: their time and their number."""
+    """The limits on calls to the object store: time and number."""
 
     get_timeout_s: float = 10.0
     put_timeout_s: float = 60.0
-    refresh_timeout_s: float = 60.0  # also the timeout of `drop`
+    refresh_timeout_s: float = 60.0  # longest time of `refresh` and `drop`, seconds
     num_readers: int = 4
     max_waiting: int = 32
     max_stuck: int = 4
 
 
 class ObjectTier:
-    """The blocks of one identity in one object store. Methods may be called by any thread."""
+    """The blocks of one identity in one object store. Any thread may call the methods."""
 
     def __init__(
         self,
@@ -95,7 +96,8 @@ class ObjectTier:
         self._block_bytes = block_bytes
         self._limits = limits
         self._files = ObjectFiles(url, f"kv{MANIFEST_VERSION}-{identity.hex()}")
-        self._lock = threading.Lock()  # guards the three fields below; never held during a call
+        # guards the three fields below; never held during a call to the object store
+        self._lock = threading.Lock()
         self._index = SegmentIndex(max_bytes)
         self._counts: Counter[str] = Counter()
         self._num_written = 0
@@ -109,20 +111,20 @@ class ObjectTier:
         )
 
     def open(self) -> Future[int]:
-        """Starts the threads and the first `refresh`. Raises ConfigError for an unusable URL."""
+        """Starts the threads and the first `refresh`. Raises ConfigError if the URL is unusable."""
         self._files.open()
         self._writer = secrets.token_hex(WRITER_BYTES)
         self._threads.open()
         return self.refresh()
 
     def close(self) -> None:
-        """Ends all calls as failed. Written blocks remain in the object store."""
+        """Ends all calls as failed. Blocks that were written remain in the object store."""
         self._threads.close()
 
     # ------------------------------------------------------------ immediate answers
 
     def has(self, block_hash: BlockHash) -> bool:
-        """Returns true if the block is known to be in the object store."""
+        """Returns True if the block is known to be in the object store."""
         with self._lock:
             return block_hash in self._index
 
@@ -133,32 +135,34 @@ class ObjectTier:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all known objects, including objects being written or deleted."""
+        """The bytes of all known objects, including objects that are being written or deleted."""
         with self._lock:
             return self._index.num_bytes
 
     def counters(self) -> dict[str, int]:
-        """Returns the counters since the start; faults are `errors:reason`."""
+        """Returns the counters since the start. Counters of faults are named `errors:reason`."""
         with self._lock:
             return dict(self._counts)
 
     def why_off(self) -> str | None:
-        """Returns why no calls to the object store are made at present, or None."""
+        """Returns the reason why no calls to the object store are made at present, or None."""
         return self._threads.why_off()
 
     # ------------------------------------------------------------ calls
 
     def refresh(self) -> Future[int]:
-        """Lists the folder and deletes garbage and excess. Value: the number of known blocks."""
+        """Lists the folder, and deletes garbage and excess segments. Value: the number of known
+        blocks.
+        """
         return self._threads.submit(
             "write", self._refresh, otherwise=0, timeout_s=self._limits.refresh_timeout_s
         )
 
     def put(self, blocks: Sequence[ObjectBlock]) -> Future[frozenset[BlockHash]]:
-        """Writes up to 64 blocks as a segment, without the already known blocks.
+        """Writes up to 64 blocks as a segment. Blocks that are known already are left out.
 
-        Value: the blocks that are in the object store afterwards. Payloads must not change before.
-        Raises ValueError if there are too many blocks, or a block has a wrong size.
+        Value: those of the blocks that are in the object store afterwards. Payloads must not change
+        until then. Raises ValueError if there are too many blocks, or a block has a wrong size.
         """
         with self._lock:
             fresh = choose_blocks(blocks, self._block_bytes, self._index)
@@ -185,7 +189,9 @@ class ObjectTier:
         )
 
     def drop(self) -> Future[bool]:
-        """Deletes all objects of this identity, of all stores. Value: True if all are deleted."""
+        """Deletes all objects of this identity, also those of other stores. Value: True if all are
+        deleted.
+        """
         return self._threads.submit(
             "write", self._drop, otherwise=False, timeout_s=self._limits.refresh_timeout_s
         )
@@ -215,7 +221,7 @@ class ObjectTier:
                     self._index.add(one.name, one.num_bytes, one.written_s)
 
     def _read_manifests(self, call: TimedCall[int], listed: Sequence[ListedSegment]) -> None:
-        """Reads the manifests that have not been read yet, the newest first."""
+        """Reads the manifests that have not been read yet, newest first."""
         with self._lock:
             wanted = [
                 one
@@ -229,14 +235,14 @@ class ObjectTier:
             ranges = [ByteRange(_manifest(one.name), 0, MAX_MANIFEST_BYTES) for one in some]
             try:
                 answers = self._files.read(ranges)
-            except ObjectStoreFailed as error:  # these manifests are read next time
+            except ObjectStoreFailed as error:  # the next listing reads these manifests again
                 answers = [error for _ in some]
             for one, data in zip(some, answers, strict=True):
                 self._learn(one, data)
 
     def _learn(self, one: ListedSegment, data: bytes | ObjectStoreFailed | None) -> None:
         if data is None:
-            return  # deleted since the listing
+            return  # another store has deleted the segment since the listing
         if isinstance(data, ObjectStoreFailed):
             self._count_error("store")
             return
@@ -267,7 +273,7 @@ class ObjectTier:
     def _write(
         self, call: TimedCall[frozenset[BlockHash]], fresh: Sequence[ObjectBlock], payload: bytes
     ) -> bool:
-        """Writes a segment and its manifest. Returns false if there is no room or no time left."""
+        """Writes a segment and its manifest. Returns False if there is no room or no time left."""
         written_s = unix_time_s()
         with self._lock:
             name = segment_name(written_s, self._writer, self._num_written)
@@ -303,7 +309,8 @@ class ObjectTier:
             elif data is None:
                 self._count_error("segment_gone")
                 with self._lock:
-                    self._index.hide([read.name])  # the bytes still count until the next listing
+                    # the segment's bytes count until the next listing
+                    self._index.hide([read.name])
             else:
                 self._count_error("store")
         with self._lock:
@@ -311,7 +318,7 @@ class ObjectTier:
         return found
 
     def _verify(self, read: SegmentRead, data: bytes) -> Payloads:
-        """Returns the undamaged blocks of a range, and removes the others from the index."""
+        """Returns the undamaged blocks of a range. Removes the damaged blocks from the index."""
         good: dict[BlockHash, memoryview] = {}
         has_length = len(data) == read.end - read.start
         for block in read.blocks:
@@ -335,7 +342,9 @@ class ObjectTier:
     # ------------------------------------------------------------ deletion
 
     def _make_room(self, call: TimedCall[T], num_bytes: int) -> bool:
-        """Deletes the oldest segments to make room. Returns true if there is room and time left."""
+        """Deletes the oldest segments to make room. Returns True if there is room and time is
+        left.
+        """
         with self._lock:
             victims = self._index.choose_victims(num_bytes)
         if victims is None:
@@ -345,7 +354,7 @@ class ObjectTier:
         return not call.is_over
 
     def _delete(self, call: TimedCall[T], names: Sequence[str]) -> None:
-        """Deletes segments with their manifests."""
+        """Deletes segments together with their manifests."""
         with self._lock:
             self._index.hide(names)
         if names and not call.is_over:
@@ -354,7 +363,9 @@ class ObjectTier:
                 self._counts["segments_deleted"] += len(names)
 
     def _erase(self, names: Sequence[str]) -> None:
-        """Deletes manifests before segments, so that no manifest lacks its segment."""
+        """Deletes manifests before their segments, so that no manifest exists without its
+        segment.
+        """
         self._files.delete([_manifest(name) for name in names])
         self._files.delete([_segment(name) for name in names])
         with self._lock:
@@ -371,7 +382,7 @@ class ObjectTier:
 
 
 def _done(value: T) -> Future[T]:
-    """Returns a completed future, for a call that needs no object store."""
+    """Returns a completed future, for a call that does not need the object store."""
     future: Future[T] = Future()
     future.set_result(value)
     return future
