@@ -153,7 +153,7 @@ class TokenJudge:
     def judge(
         self, what: str, question: Question, reference: StreamedReply, found: StreamedReply
     ) -> None:
-        """Counts an answer that is right. Raises if it is wrong."""
+        """Counts an answer; adds a failure to the session if the answer is wrong."""
         differs = difference(reference, found)
         if differs is None:
             self.num_equal += 1

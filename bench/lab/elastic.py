@@ -4,26 +4,26 @@
     writing   a long shared prefix, which is soon cached, a short own part and long answers: nearly
               all work is decoding
 
-Arrivals are Poisson. The rate nearly fills the cluster in each mix, if the pools have the right
-sizes for that mix. The mix changes at once from one phase to the next.
+Arrivals are Poisson. In each mix the rate nearly saturates the cluster, if the pools have the right
+sizes for the mix. The mix changes at once from one phase to the next.
 
-Each fixed split of the workers plays the load, and so do pools that the planner sets.
+The load is played on each fixed split of the workers, and on pools whose sizes the planner sets.
 
 | result               |       |                                                              |
 |----------------------|-------|--------------------------------------------------------------|
 | goodput/best_fixed   | 1/s   | requests that met both bounds, with the best fixed split     |
-| goodput/planner      | 1/s   | the same with pools that the planner sets, from even ones on |
-| goodput/fixed_P+D    | 1/s   | the same for each fixed split                                |
+| goodput/planner      | 1/s   | the same with the planner, which starts from even pools      |
+| goodput/fixed_P+D    | 1/s   | requests that met both bounds, for each fixed split          |
 | ratio                |       | planner over best fixed split                                |
-| attainment/…         | share | good requests, of all requests                               |
-| react/first_flip     | s     | from a change of the mix to the first flip; the longest      |
-| react/settled        | s     | from a change until the pools keep their sizes, within a     |
-|                      |       | tenth of all workers, to the end of the phase; the longest   |
+| attainment/…         | share | requests that met both bounds, of all requests               |
+| react/first_flip     | s     | longest time from a change of the mix to the first flip      |
+| react/settled        | s     | longest time from a change until the pools keep their sizes  |
+|                      |       | to the end of the phase, within a tenth of all workers       |
 | flips, moved, lost   |       | changed roles; moved sequences; requests that failed         |
 
-Each run has its own seed. The best fixed split differs by seed, so it is known only after the run.
-With fixed and with planned pools, the router knows the bounds and refuses requests that would miss
-them. A refused request counts as a miss, not as lost.
+Each run has its own seed. The best fixed split depends on the seed, so it is known only after the
+run. In all runs, the router knows the bounds and refuses requests that would miss them. A refused
+request counts as a miss, not as lost.
 """
 
 from collections.abc import Iterator, Sequence
@@ -58,12 +58,12 @@ from router.planning.planner import PlannerRules
 
 @dataclass(frozen=True, slots=True)
 class RequestMix:
-    """Requests of one kind. Lengths are log-normal, at most twice their medians."""
+    """Requests of one kind. Lengths are log-normal, and at most twice their medians."""
 
-    rate_per_s: float  # for each worker of the cluster
+    rate_per_s: float  # requests/s for each worker of the cluster
     shared_tokens: int
-    input_tokens: int  # beyond what is shared, in the median
-    output_tokens: int  # in the median
+    input_tokens: int  # median tokens of the prompt, without the shared prefix
+    output_tokens: int  # median tokens of the answer
     spread: float = 0.3
 
 
@@ -81,11 +81,11 @@ class TurningLoad:
 
     @property
     def duration_s(self) -> float:
-        """Seconds of all phases together."""
+        """Returns the seconds of all phases together."""
         return self.num_phases * self.phase_s
 
     def trace(self, num_workers: int, seed: int) -> Trace:
-        """Returns the requests, which nearly fill a cluster of this size."""
+        """Returns the requests. Their rate nearly saturates a cluster of this size."""
         rng = Random(seed)
         fresh = count(sum(_num_blocks(mix.shared_tokens) for mix in self.mixes) + 1)
         requests: list[TraceRequest] = []
@@ -124,8 +124,8 @@ def _length(median: int, spread: float, rng: Random) -> int:
     return min(max(round(median * exp(rng.gauss(0.0, spread))), 2), 2 * median)
 
 
-STEADY = 0.1  # share of all workers: pools that differ by less are the same
-PATIENCE_S = 120.0  # a request that waits longer has missed its bound
+STEADY = 0.1  # share of all workers; pools whose sizes differ by less count as equal
+PATIENCE_S = 120.0  # queue timeout; a request that waits longer has missed its bound
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,19 +149,21 @@ class ElasticStudy(Experiment):
     repeat: Annotated[int, typer.Option(min=1, help="Loads, each with its own seed.")] = 3
 
     def __post_init__(self) -> None:
-        """Raises ConfigError if there are too few workers."""
+        """Raises ConfigError if there are too few workers for a split."""
         if not self.splits:
             raise ConfigError(f"--workers {self.workers}: too few to be split")
 
     @property
     def splits(self) -> Sequence[int]:
-        """Returns numbers of prefill workers, leaving two of each role (one in small clusters)."""
+        """Returns the numbers of prefill workers of all fixed splits. Each split leaves two workers
+        per role, or one in small clusters.
+        """
         least = 2 if self.workers > 8 else 1
         return range(least, self.workers - least + 1, self.step)
 
     @property
     def turns(self) -> TurningLoad:
-        """Returns the load."""
+        """Returns the alternating load."""
         return TurningLoad(self.phases, self.phase_s, self.MIXES)
 
     @property
@@ -176,12 +178,12 @@ class ElasticStudy(Experiment):
 
     @property
     def title(self) -> str:
-        """Returns the line above the table."""
+        """Returns the title of the table."""
         load = f"a load that changes every {self.phase_s:g} s"
         return f"simulated: {load}, {self.workers} × {self.hardware}"
 
     def quick(self) -> Self:
-        """Returns one load of two short phases."""
+        """Returns a study with one load of two short phases."""
         phase_s, workers = min(self.phase_s, 45.0), min(self.workers, 6)
         return replace(self, workers=workers, phases=2, phase_s=phase_s, step=1, repeat=1)
 
@@ -205,7 +207,7 @@ class ElasticStudy(Experiment):
         return figures_of(self, fixed, planned)
 
     def play(self, trace: Trace, num_prefill: int, rules: PlannerRules | None) -> "ElasticRun":
-        """Plays the load with fixed pools; with `rules`, the planner changes them."""
+        """Plays the load on the pools. With `rules`, the planner changes the pools."""
         config = RouterConfig(
             seed=0,
             max_queue=len(trace.requests),
@@ -229,7 +231,7 @@ class ElasticStudy(Experiment):
 
 @dataclass(frozen=True, slots=True)
 class ElasticRun:
-    """The counts of one load on one cluster."""
+    """Counts and times of one load on one cluster."""
 
     num_good: int
     num_requests: int
@@ -239,14 +241,14 @@ class ElasticRun:
 
     @property
     def num_flips(self) -> int:
-        """Workers that were told to change their role."""
+        """Returns the number of orders to change a worker's role."""
         return sum(decision.num_flips for decision in self.decisions)
 
 
 def figures_of(
     study: ElasticStudy, fixed: dict[str, ElasticRun], planned: ElasticRun
 ) -> dict[str, Figure]:
-    """Returns the figures of one seed."""
+    """Returns all figures of one seed."""
     best = max(fixed.values(), key=lambda played: played.num_good)
     named = {"best_fixed": best, "planner": planned, **fixed}
     first_flip_s, settled_s = reactions(planned.decisions, study.turns, study.workers)
@@ -271,7 +273,9 @@ def figures_of(
 def reactions(
     decisions: Sequence[SimulatedDecision], turns: TurningLoad, num_workers: int
 ) -> tuple[float, float]:
-    """Returns the longest times from a change of mix to the first flip, and to steady pools."""
+    """Returns the longest time from a change of the mix to the first flip, and the longest time to
+    steady pools.
+    """
     first, settled = [0.0], [0.0]
     for phase in range(1, turns.num_phases):
         begin_s, end_s = phase * turns.phase_s, (phase + 1) * turns.phase_s

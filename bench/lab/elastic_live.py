@@ -6,25 +6,27 @@ or to even pools with the planner on. In each run the same load alternates betwe
     reading   long prompts without common prefixes, short answers: prefill workers are scarce
     writing   short prompts, long answers: decode workers are scarce
 
-Rates and bounds follow from a measurement on the same machine just before. A closed loop keeps all
-workers of the scarce role busy. Each mix then arrives at `LOAD` times the rate of all workers but
-one. A request may take `SLACK` times its time in the closed loop. Each repetition has its own order
-of arms, so that drifts of the machine affect all arms.
+Rates and bounds follow from a measurement on the same machine just before. In it, a closed loop
+keeps all workers of the scarce role busy. Each mix then arrives at `LOAD` times the rate measured
+with all workers but one. A request may take `SLACK` times its time in the closed loop. Each
+repetition has its own order of arms, so that drifts of the machine affect all arms alike.
 
-The router gets no bounds and refuses nothing: a request that waits too long has missed them. So
-only the pools make a difference. The planner does not know the bounds either. It compares waiting
-prompts with `router.planning.planner.NO_BOUND_TTFT_S`, and decoding with places and memory.
+The router is not given the bounds and refuses no request: a request that waits too long misses its
+bound. So the arms differ in their pools only. The planner does not know the bounds either. It
+compares the wait of prompts with `router.planning.planner.NO_BOUND_TTFT_S`, and decoding sequences
+with the workers' places and memory.
 
-Limits of two cores: two computing workers fill them, and a third one of the same role adds nothing.
-Hence three workers: with each fixed split, one mix has a single worker where two could work. How
-much two add over one is measured too. If that is little, pools make little difference.
+On two cores, two workers use all computing time, and a third worker of the same role adds nothing.
+Hence there are three workers: in each fixed split, one role has a single worker, and one mix needs
+two of that role. The gain of two workers over one is measured too. If the gain is small, the sizes
+of pools make little difference.
 
 | result         |       |                                                                         |
 |----------------|-------|-------------------------------------------------------------------------|
 | scaling/…      |       | rate of a mix with all workers but one, over the rate with one worker   |
 | goodput/…      | 1/s   | requests that met both bounds: best fixed split, planner, each split    |
 | ratio          |       | planner over the best fixed split of the same repetition                |
-| attainment/…   | share | good requests, of all requests                                          |
+| attainment/…   | share | requests that met both bounds, of all requests                          |
 | flips          |       | changed roles in a planned run                                          |
 | refused        |       | requests answered with 429, which count as a miss                       |
 | lost           |       | requests that ended in any other way than an answer                     |
@@ -56,14 +58,14 @@ from engine.clock import MonotonicClock
 from engine.config import PlannerMode
 from engine.errors import BatonError
 
-MAX_RUNNING = 4  # places of a decode worker
-AHEAD = 2  # prompts of a closed loop per prefill worker
+MAX_RUNNING = 4  # most sequences that a decode worker runs
+AHEAD = 2  # concurrent prompts of a closed loop, per prefill worker
 LOAD = 0.85
 SLACK = 4.0
 COOL_DOWN_S = 3.0
 REQUEST_TIMEOUT_S = 60.0
 SETTLED_WITHIN_S = 30.0
-RAMP_S, WINDOW_S = 3.0, 8.0  # warm-up and measured part of a closed loop
+RAMP_S, WINDOW_S = 3.0, 8.0  # seconds of a closed loop: warm-up, and measured part
 REFUSED = "http_429"
 PLANNER = "planner"
 
@@ -74,7 +76,7 @@ class PaceUnknown(BatonError):
 
 @dataclass(frozen=True, slots=True)
 class LiveMix:
-    """Requests of one kind, in tokens."""
+    """Requests of one kind. Lengths are in tokens."""
 
     name: str
     input_len: int
@@ -89,7 +91,7 @@ MIXES = (READING, WRITING)
 @dataclass(frozen=True, slots=True)
 class MeasuredPace:
     """Answered requests/s of each mix in a closed loop: with one worker of the scarce role, and
-    with `num_workers`, which is all but one.
+    with `num_workers` workers of it, which is all workers but one.
     """
 
     num_workers: int
@@ -104,18 +106,18 @@ class MeasuredPace:
         return SloBounds(SLACK * prompt_s, SLACK * token_s)
 
     def rate_per_s(self, mix: LiveMix) -> float:
-        """Requests/s of the load."""
+        """Returns the requests/s at which this mix arrives in the load."""
         return LOAD * self.most[mix]
 
 
 def num_at_once(mix: LiveMix, num_workers: int) -> int:
-    """Returns the size of a closed loop that keeps these workers busy."""
+    """Returns the number of clients in a closed loop that keeps these workers busy."""
     return num_workers * (AHEAD if mix is READING else MAX_RUNNING)
 
 
 @dataclass(frozen=True, slots=True)
 class LiveRun:
-    """One run of one arm."""
+    """The answers, flips and refusals of one run of one arm."""
 
     arm: str
     repeat: int
@@ -144,29 +146,31 @@ class ElasticLiveStudy(Experiment):
 
     @property
     def arms(self) -> dict[str, int]:
-        """Returns the number of prefill workers that each arm begins with, by its name."""
+        """Returns the initial number of prefill workers of each arm, by the arm's name."""
         even = self.workers // 2
         splits = [even] if self.is_quick else range(1, self.workers)
         return {f"fixed_{one}+{self.workers - one}": one for one in splits} | {PLANNER: even}
 
     @property
     def duration_s(self) -> float:
-        """Returns the seconds of one run's load."""
+        """Returns the duration of one run's load in seconds."""
         return self.phases * self.phase_s
 
     @property
     def title(self) -> str:
-        """Returns the line above the table."""
+        """Returns the title of the table."""
         load = f"a load that changes every {self.phase_s:g} s"
         return f"{load}, {self.workers} workers of {self.shape}"
 
     def quick(self) -> Self:
-        """Returns one run with two phases against one split: about two minutes."""
+        """Returns a study with one run: two phases, one fixed split, about two minutes."""
         phase_s = min(self.phase_s, 8.0)
         return replace(self, phases=2, phase_s=phase_s, repeat=1, is_quick=True)
 
     def load_of(self, pace: MeasuredPace, repeat: int) -> Iterator[tuple[float, LiveMix]]:
-        """Yields the time and mix of each request; the same for all arms."""
+        """Yields the time and the mix of each request. All arms of a repetition get the same
+        requests.
+        """
         rng = Random(f"{self.seed}/load/{repeat}")
         for phase, mix in enumerate(islice(cycle(MIXES), self.phases)):
             rate_per_s = pace.rate_per_s(mix)
@@ -176,7 +180,7 @@ class ElasticLiveStudy(Experiment):
                     yield phase * self.phase_s + at_s, mix
 
     def measure(self, say: Say) -> Findings:
-        """Raises ServerFailed, ServerUnreachable, PaceUnknown and OrderFailed."""
+        """Runs the study. Raises ServerFailed, ServerUnreachable, PaceUnknown and OrderFailed."""
         even = self.workers // 2
         options = {
             "--prefill": even,
@@ -238,7 +242,9 @@ class _Bench:
         self._clock = MonotonicClock()
 
     async def pace(self, say: Say) -> MeasuredPace:
-        """Measures each mix with one worker of the scarce role, and with all but one."""
+        """Measures each mix in a closed loop: with one worker of the scarce role, and with all
+        workers but one.
+        """
         total = self._study.workers
         one: dict[LiveMix, float] = {}
         most: dict[LiveMix, float] = {}
@@ -250,11 +256,11 @@ class _Bench:
         return MeasuredPace(total - 1, one, most)
 
     async def _answered_per_s(self, mix: LiveMix, num_workers: int) -> float:
-        """Returns the requests/s of a closed loop."""
+        """Returns the answered requests/s of a closed loop."""
         rng = Random(f"{self._study.seed}/pace/{mix.name}/{num_workers}")
         begin_s = self._clock.now_s() + RAMP_S
         end_s = begin_s + WINDOW_S
-        answers: list[Sequence[float]] = []  # chunk times of each answer
+        answers: list[Sequence[float]] = []  # arrival times of the chunks of each answer
 
         async def ask() -> None:
             while self._clock.now_s() < end_s:
@@ -267,7 +273,7 @@ class _Bench:
         return found_per_s
 
     async def run(self, arm: str, pace: MeasuredPace, repeat: int) -> LiveRun:
-        """Plays the whole load on one arm."""
+        """Plays the whole load on the pools of one arm."""
         study = self._study
         await self._set(study.arms[arm])
         num_flips = await self._num_flips()
@@ -283,7 +289,7 @@ class _Bench:
         return LiveRun(arm, repeat, found, await self._num_flips() - num_flips)
 
     async def _set(self, num_prefill: int) -> None:
-        """Sets the pools and waits for them. Raises OrderFailed, PaceUnknown."""
+        """Orders the sizes of the pools and waits for them. Raises OrderFailed, PaceUnknown."""
         await self._deployment.set_pools(num_prefill, self._study.workers - num_prefill)
 
         async def is_settled() -> bool:
@@ -309,7 +315,7 @@ class _Bench:
 def results(
     study: ElasticLiveStudy, pace: MeasuredPace, runs: Sequence[LiveRun]
 ) -> tuple[Result, ...]:
-    """Returns all figures over the repetitions."""
+    """Returns all figures, with one value for each repetition."""
     repeats = sorted({run.repeat for run in runs})
     return results_of(
         [_figures(study, pace, [run for run in runs if run.repeat == one]) for one in repeats]

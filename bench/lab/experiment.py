@@ -1,9 +1,9 @@
-"""The form of every study in the lab: options, arms in turn, findings, and a report.
+"""The base class of all studies in the lab: options, order of the arms, findings, and a report.
 
 A study is a frozen dataclass. Its fields are the options of its command, the configuration in its
-report and the plan of its run. `__post_init__` raises ConfigError for options that do not fit.
-A field without a typer option can be set by code only, as `is_quick` by `quick`. The form adds
-`--seed`, `--quick`, `--json` and `--plot`.
+report and the plan of its run. `__post_init__` raises ConfigError for options that do not fit. A
+field without a typer option is set by code only: `quick` sets `is_quick`. The class adds the
+options `--seed`, `--quick`, `--json` and `--plot`.
 
     @dataclass(frozen=True, slots=True, kw_only=True)
     class InterferenceStudy(Experiment):
@@ -13,7 +13,8 @@ A field without a typer option can be set by code only, as `is_quick` by `quick`
         def measure(self, say): ... return Findings(results)
 
 `rounds` runs the arms of a study in an order of its own in each repetition, so that a drift of the
-machine affects all arms alike. `results_by_arm` and `held_against` name and compare their figures.
+machine affects all arms alike. `results_by_arm` and `held_against` name and compare the figures of
+the arms.
 """
 
 from abc import ABC, abstractmethod
@@ -58,13 +59,13 @@ Arm = TypeVar("Arm")
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """The results of a study, and facts that a reader should know before trusting them."""
+    """The results of a study, and warnings that a reader needs before trusting them."""
 
     results: Sequence[Result]
     warnings: Sequence[str] = ()
-    lines: Sequence[str] = ()  # printed below the table
-    config: Mapping[str, Scalar] = field(default_factory=dict)  # further facts that were measured
-    is_whole: bool = True  # False: a part could not be measured, so the command fails
+    lines: Sequence[str] = ()  # lines that are printed below the table
+    config: Mapping[str, Scalar] = field(default_factory=dict)  # further facts, which were measured
+    is_whole: bool = True  # False: a part could not be measured, so the command exits with status 1
     samples: Mapping[str, Sequence[float]] = field(default_factory=dict)  # samples to plot
 
 
@@ -81,17 +82,17 @@ class Experiment(ABC):
 
     @property
     def report_name(self) -> str:
-        """Returns the name of the report."""
+        """Returns the name of the report, which is also the command's name."""
         return self.NAME
 
     @property
     def goals(self) -> Goals:
-        """Returns the bounds that the results are held against."""
+        """Returns the goals for the results."""
         return self.GOALS
 
     @property
     def title(self) -> str:
-        """Returns the line above the table."""
+        """Returns the title of the table."""
         return self.NAME
 
     @abstractmethod
@@ -100,23 +101,25 @@ class Experiment(ABC):
 
     @abstractmethod
     def measure(self, say: Say) -> Findings:
-        """Carries the study out. Raises BatonError."""
+        """Runs the study. Raises BatonError."""
 
     def show(self, console: Console, report: Report) -> None:
         """Prints the results."""
         print_results(console, report, self.goals)
 
     def plot(self, report: Report, found: Findings, path: Path) -> None:
-        """Draws the report."""
+        """Draws the report as a plot file."""
         plot_report(report, path, title=self.title)
 
     def config(self) -> dict[str, Scalar]:
-        """Returns the options as a flat mapping, without the seed, paths and peers."""
+        """Returns the options as a flat mapping for the report. Seed, paths and peers are left
+        out.
+        """
         values = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "seed"}
         return {
             name: value
             if isinstance(value, Scalar)
-            # Only file names: a machine's folders are not published.
+            # Only file names are reported, because the folders of a machine are not public.
             else ",".join(Path(one).name for one in value)
             for name, value in values.items()
             if name != "peer" and not isinstance(value, Path)
@@ -155,7 +158,7 @@ def _run(study: Experiment, json: Path | None, plot: Path | None) -> None:
 
 
 def rounds(arms: Sequence[Arm], repeat: int, seed: int, say: Say) -> Iterator[tuple[int, Arm]]:
-    """Yields all arms in each repetition, in the repetition's own order."""
+    """Yields each repetition with its arms, in an order that depends on the repetition."""
     for number in range(repeat):
         for arm in order_of(arms, seed, number):
             say(f"repetition {number + 1} of {repeat}: {arm}")
@@ -163,12 +166,12 @@ def rounds(arms: Sequence[Arm], repeat: int, seed: int, say: Say) -> Iterator[tu
 
 
 def order_of(arms: Sequence[Arm], seed: int, repeat: int) -> list[Arm]:
-    """Returns the arms in the order of one repetition."""
+    """Returns the order of the arms in one repetition."""
     return Random(f"{seed}/order/{repeat}").sample(arms, k=len(arms))
 
 
 def by_thing(figures: Mapping[str, Mapping[str, Figure]]) -> dict[str, Figure]:
-    """Returns the figures of arms as `thing/arm`: all arms of one thing, then of the next."""
+    """Returns the figures by name `thing/arm`: all arms of the first thing, then of the next."""
     things = dict.fromkeys(thing for found in figures.values() for thing in found)
     return {
         f"{thing}/{arm}": found[thing]
@@ -181,7 +184,7 @@ def by_thing(figures: Mapping[str, Mapping[str, Figure]]) -> dict[str, Figure]:
 def results_by_arm(
     found: Iterable[tuple[int, str, Mapping[str, Figure]]], arms: Iterable[str]
 ) -> tuple[Result, ...]:
-    """Returns the results `thing/arm`; `found` has figures with their repetition and arm."""
+    """Returns the results `thing/arm`. `found` has the figures of each repetition and arm."""
     repeats: dict[int, dict[str, Mapping[str, Figure]]] = {}
     for repeat, arm, figures in found:
         repeats.setdefault(repeat, {})[arm] = figures
@@ -192,10 +195,10 @@ def results_by_arm(
 
 
 def held_against(results: Sequence[Result], peers: Mapping[str, str]) -> tuple[Result, ...]:
-    """Returns the results; those named in `peers` get another arm's result of the same thing as
-    peer.
+    """Returns the results. Each result that `peers` names gets another arm's result of the same
+    thing as its peer.
 
-    `peers` maps the name of a result to the arm that it is compared with.
+    `peers` maps the name of a result to the arm of its peer.
     """
     values = {result.name: result.value for result in results}
     found = []
@@ -207,7 +210,7 @@ def held_against(results: Sequence[Result], peers: Mapping[str, str]) -> tuple[R
 
 
 def check_lengths(shape: str, *lengths: tuple[int, int]) -> None:
-    """Raises ConfigError if input and output tokens exceed a shape's context."""
+    """Raises ConfigError if the input and output tokens together exceed a shape's context."""
     context_len = shape_named(shape).max_positions
     for input_len, output_len in lengths:
         if input_len + output_len > context_len:

@@ -1,33 +1,32 @@
-"""How much prompts hold up running streams, with prefill apart from decode or beside it.
+"""Measures how much prompts delay running streams, with separate prefill workers or mixed workers.
 
-A few streams decode. In two of three arms a client also sends long prompts. It sends each when the
-one before it is answered:
+A few streams decode. In two of three arms a client also sends long prompts, one after the other:
 
     idle            1 prefill + 1 decode worker, streams only
     disaggregated   the same two workers, streams and prompts
-    colocated       2 mixed workers with chunked prefill as it is by default, streams and prompts
+    colocated       2 mixed workers with chunked prefill (default chunks), streams and prompts
 
-The comparison is fair: both deployments have two workers of one compute thread each behind the same
-gateway, and get the same requests. Prompts that are sent one by one come as fast as a single worker
-computes them, which is all that the prefill worker can do. In the colocated deployment they find
-two workers, each free every other time. The rate of prompts stands beside every p99.
+The comparison is fair: both deployments have one gateway and two workers with one compute thread
+each, and get the same requests. Prompts that are sent one by one arrive as fast as one worker
+computes them, so the prefill worker is saturated. In the colocated deployment, the prompts can
+alternate between two workers. The rate of prompts is reported with every p99.
 
-Both deployments are up all the time, one of them idle. In all runs a stream gets the same number of
-tokens, so percentiles are over equally many gaps behind equally long contexts. Prompts ask for one
-token by default, so nothing is handed over. With more tokens, the worker that decodes the streams
-pulls their KV, and their tokens join its steps.
+Both deployments run all the time, and one is idle. In all runs a stream gets the same number of
+tokens, so percentiles are over equally many gaps with equally long contexts. Prompts request one
+token by default, so no KV is handed over. If prompts request more tokens, the decode worker pulls
+their KV and decodes them together with the streams.
 
 | result                    | unit      |                                                       |
 |---------------------------|-----------|-------------------------------------------------------|
 | itl_p50, itl_p99, itl_max | ms        | between two chunks of a stream                        |
-| prompts_per_s             | 1/s       | that were answered                                    |
+| prompts_per_s             | 1/s       | prompts that were answered                            |
 | ttft                      | ms        | median of the prompts                                 |
 | cpu_gateway, cpu_client   | %         | of one core                                           |
-| cpu_others                | %         | of all cores, what was neither ours nor the servers'  |
+| cpu_others                | %         | share of all cores that other programs used           |
 
-Each name is followed by `/` and the arm. Gaps and prompts are those of a run's window: from when
-all streams decode until the first of them ends. The peer of a p99 is the arm that it is compared
-with; `ratio` is this p99 over the peer's.
+Each name is followed by `/` and the arm. Only gaps and prompts in a run's window count. The window
+begins when all streams decode, and ends when the first stream ends. The peer of a p99 is the p99 of
+another arm; `ratio` is the p99 over the peer's.
 """
 
 import statistics
@@ -72,9 +71,9 @@ from bench.lab.streams import (
 from bench.processes.deployment import ServedDeployment, serving
 
 QUICK_STREAM_LEN = 128
-LEAST_LOADED = 0.9  # share of a window in which prompts have to be under way
+LEAST_LOADED = 0.9  # share of a window in which a prompt has to be in flight
 IDLE, APART, TOGETHER = ARMS = ("idle", "disaggregated", "colocated")
-POOLS: Mapping[str, Mapping[str, Scalar]] = {  # options of `baton serve`
+POOLS: Mapping[str, Mapping[str, Scalar]] = {  # options of `baton serve` for each deployment
     APART: {"--prefill": 1, "--decode": 1},
     TOGETHER: {"--mixed": 2},
 }
@@ -100,29 +99,31 @@ class InterferenceStudy(Experiment):
 
     @property
     def title(self) -> str:
-        """Returns the line above the table."""
+        """Returns the title of the table."""
         return (
             f"{self.streams} streams of {self.shape}, two workers of one thread,"
             f" prompts of {self.load_input} tokens back to back: {self.repeat} ×"
         )
 
     def quick(self) -> Self:
-        """Returns one run with short streams: under 50 s."""
+        """Returns a study with one run of short streams, which takes under 50 s."""
         return replace(self, stream_output=min(self.stream_output, QUICK_STREAM_LEN), repeat=1)
 
     def __post_init__(self) -> None:
-        """Raises ConfigError if a request does not fit the model."""
+        """Raises ConfigError if a request exceeds the model's context."""
         load = (self.load_input, self.load_output)
         check_lengths(self.shape, (self.stream_input, self.stream_output), load)
 
     def measure(self, say: Say) -> Findings:
-        """Raises ServerFailed, RequestsFailed, StreamsApart and ServerUnreachable."""
+        """Runs the study. Raises ServerFailed, RequestsFailed, StreamsApart and
+        ServerUnreachable.
+        """
         runs = self.runs(say)
         found = results(runs)
         return Findings(found, warnings(runs), promises(found))
 
     def runs(self, say: Say) -> list[BesideRun]:
-        """Runs all arms in turn."""
+        """Runs all arms in each repetition."""
         with ExitStack() as stack:
             checkpoint = stack.enter_context(linked_checkpoint(self.shape, seed=self.seed))
             vocab = plain_token_ids(checkpoint)
@@ -154,7 +155,7 @@ class InterferenceStudy(Experiment):
     async def _run(
         self, arm: str, servers: Mapping[str, LiveServer], vocab: Sequence[int], *, name: str
     ) -> BesideRun:
-        """Runs one arm once; `name` keeps its prompts apart from other runs'."""
+        """Runs one arm once. `name` makes its prompts different from other runs' prompts."""
         server = servers[APART if arm == IDLE else arm]
         rng = Random(f"{self.seed}/{arm}/{name}")
         streams = StreamAsk(self.streams, self.stream_input, self.stream_output)
@@ -173,7 +174,9 @@ class InterferenceStudy(Experiment):
 
 
 def results(runs: Sequence[BesideRun]) -> tuple[Result, ...]:
-    """Every result: one row of the table above after the other, in each the arms."""
+    """Returns all results, in the order of the table in this module's docstring, and by arm within
+    a row.
+    """
     figures = ((run.repeat, run.arm, figures_of(run)) for run in runs)
     return held_against(results_by_arm(figures, ARMS), PEERS)
 
@@ -199,7 +202,7 @@ def figures_of(run: BesideRun) -> dict[str, Figure]:
 
 
 def promises(found: Sequence[Result]) -> list[str]:
-    """Returns the ratio of each p99 to its peer, beside the promised one."""
+    """Returns lines with the ratio of each p99 to its peer, and the promised ratio."""
     return [
         f"p99 of gaps, {arm}: {peer.ratio:.2f} × {name} (promised: {PROMISES[arm]})"
         for result in found
@@ -209,7 +212,7 @@ def promises(found: Sequence[Result]) -> list[str]:
 
 
 def warnings(runs: Sequence[BesideRun]) -> list[str]:
-    """Facts that a reader should know before trusting the results."""
+    """Returns facts that a reader needs before trusting the results."""
     streams = [stream for run in runs for stream in run.streams]
     others = [one for run in runs for one in run.others]
     lines = answer_warnings(streams, others, [run.others_share for run in runs])
@@ -220,7 +223,7 @@ def warnings(runs: Sequence[BesideRun]) -> list[str]:
 
 
 def loaded_share(run: BesideRun) -> float:
-    """Returns the share of the window in which any prompt was open."""
+    """Returns the share of the window in which any prompt was in flight."""
     begin_s, end_s = run.window_s
     under_way_s, until_s = 0.0, begin_s
     for prompt in sorted(run.prompts, key=_sent_s):

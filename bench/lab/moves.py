@@ -1,44 +1,45 @@
-"""What a client sees of a stream that moves: its worker is flipped, or another one joins.
+"""Measures the gap in a client's stream when its sequence moves, after a flip or a join of a
+worker.
 
-There are a prefill worker and two decode workers. All streams run on one decode worker when that is
-flipped to prefill, so all of them move at once. The next repetition moves the other's.
-Further streams may run on the target already, and stay there.
+There are a prefill worker and two decode workers. All streams run on one decode worker, the source.
+When the source is flipped to prefill, all streams move to the other decode worker at once. The next
+repetition flips the other worker. Further streams may already run on the target, and stay there.
 
-    streams begin ── calm ──> flip ──> it says that it is a prefill worker, and decodes nothing
+    streams begin ── calm ──> flip ──> the source is a prefill worker and decodes nothing
 
-The figure is the longest gap of each stream after the order. For comparison there is the longest
-gap of the same stream in an equally long time before: two cores that five processes share have gaps
-of their own.
+The result is the longest gap of each stream after the flip is ordered. It is compared with the
+longest gap of the same stream in an equally long time before the order, because five processes that
+share two cores cause gaps too.
 
 | result        | unit |                                                                       |
 |---------------|------|-----------------------------------------------------------------------|
 | itl/p50       | ms   | between two chunks of a stream, before the flip                       |
-| gap/p50 …     | ms   | the longest of each stream that moved, from the order on              |
-| calm_gap/p50 …| ms   | the longest of each stream in an equally long time before             |
-| pull/p50, max | ms   | the part of the gap in which KV was on its way                        |
+| gap/p50 …     | ms   | longest gap of each stream that moved, after the order                |
+| calm_gap/p50 …| ms   | longest gap of each stream in an equally long time before the order   |
+| pull/p50, max | ms   | the part of the gap in which KV was transferred                       |
 | of_limit/p50 …|      | gap over 3 × the stream's median gap + its pull; promised: at most 1  |
-| beside_gap/p50 … ms  | as `gap`, of the streams that ran in the target already               |
-| beside_of_limit/… |  | as `of_limit`, of these: they pull nothing                            |
-| flip          | s    | from the order until the controller says that it is carried out       |
-| moved         |      | streams                                                               |
-| ended_first   |      | streams that were over when the order came, or before their turn      |
+| beside_gap/p50 … ms  | as `gap`, for the streams that already ran on the target              |
+| beside_of_limit/… |  | as `of_limit`, for these streams, which pull nothing                  |
+| flip          | s    | from the order until the controller reports that it is carried out    |
+| moved         |      | streams that moved                                                    |
+| ended_first   |      | streams that ended before the order, or before they could move        |
 | not_moved     |      | other streams: they were prefilled again, or stayed                   |
 
 `--join` starts a decode worker beside a full one instead:
 
 | result        | unit |                                                                          |
 |---------------|------|--------------------------------------------------------------------------|
-| ratio/before  |      | most over least streams of a decode worker when the new one serves       |
-| ratio/after   |      | the same, `AFTER_S` later                                                |
-| balance       | s    | from there until the ratio was first below `EVEN`; absent if it never was |
+| ratio/before  |      | most over least streams of a decode worker when the new worker joins     |
+| ratio/after   |      | most over least streams of a decode worker, `AFTER_S` later              |
+| balance       | s    | from the join until the ratio is first below `EVEN`; absent if never     |
 | stall         | ms   | longest gap of any stream from the join on                               |
 | calm_stall    | ms   | longest gap of any stream of the same requests without a join            |
 | itl/before, itl/after | ms | median gap before the join, and after the balance                  |
 | moved         |      | streams                                                                  |
-| changed       |      | streams whose text differs from that without a join: promised none       |
+| changed       |      | streams whose text differs from the run without a join: promised none    |
 
-None counts as one in a ratio. The streams were begun before, so nothing but moves can fill the new
-worker.
+In a ratio, zero streams count as one. All streams begin before the join, so only moves can bring
+streams to the new worker.
 """
 
 import asyncio
@@ -70,17 +71,17 @@ from engine.errors import BatonError
 from engine.messages import Role
 
 AFTER_S = 5.0
-PULL = "move_pull"  # in a timeline
+PULL = "move_pull"  # stage in a timeline
 
 
 @dataclass(frozen=True, slots=True)
 class JoinRun:
-    """One join. Times in seconds, of one clock."""
+    """One join. All times are seconds on one clock."""
 
-    alone: tuple[Answer, ...]  # answers to the same requests, without a join
+    alone: tuple[Answer, ...]  # answers to the same requests without a join
     streams: tuple[Answer, ...]
     joined_s: float  # time at which the new worker began to serve
-    # (time, number of streams of each decode worker) since the join.
+    # after the join: pairs of time and number of streams of each decode worker
     samples: tuple[tuple[float, tuple[int, ...]], ...]
 
 
@@ -112,18 +113,18 @@ def join_figures_of(run: JoinRun) -> dict[str, Figure]:
 
 JOIN_OPTIONS: Mapping[str, Scalar] = {"--prefill": 1, "--decode": 1, "--threads": 1}
 OPTIONS: Mapping[str, Scalar] = {**JOIN_OPTIONS, "--decode": 2}
-# Streams run on decode workers alone, and move only when their worker is flipped.
+# Streams run on decode workers only, and move only when their worker is flipped.
 STAYS = {"BATON_ROUTER__BALANCE": "false", "BATON_POOLS__FLUID": "false"}
-CALM_S = 2.0  # streams run this long undisturbed: as long as a flip may take
+CALM_S = 2.0  # seconds that streams run before the flip: as long as a flip may take
 QUICK_REPEATS = 2
 ORDER_WITHIN_S = 30.0
 LOOK_EVERY_S = 0.1
 DECODERS = ("worker-1", "worker-2")  # the decode workers; there is one prefill worker
-NUM_GAPS = 3.0  # a move may take this many median gaps, plus its pull
+NUM_GAPS = 3.0  # a move may take this many median gaps, plus the stream's pull
 
 
 class NotFlipped(BatonError):
-    """The workers did not take the ordered roles, or the streams."""
+    """The workers did not get the ordered roles, or the streams did not run where they should."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,17 +145,17 @@ class MovesStudy(Experiment):
     )
 
     def __post_init__(self) -> None:
-        """Raises ConfigError if a request does not fit the model."""
+        """Raises ConfigError if a request exceeds the model's context."""
         check_lengths(self.shape, (self.input_len, self.output_len))
 
     @property
     def report_name(self) -> str:
-        """Returns the name of the report."""
+        """Returns the name of the report, which differs for joins."""
         return "joins" if self.join else self.NAME
 
     @property
     def title(self) -> str:
-        """Returns the line above the table."""
+        """Returns the title of the table."""
         if self.join:
             return f"a decode worker joins beside one with {self.streams} streams of {self.shape}"
         return (
@@ -163,11 +164,11 @@ class MovesStudy(Experiment):
         )
 
     def quick(self) -> Self:
-        """Returns one flip in each direction: under 50 s."""
+        """Returns a study with one flip in each direction, which takes under 50 s."""
         return replace(self, repeat=QUICK_REPEATS)
 
     def measure(self, say: Say) -> Findings:
-        """Raises ServerFailed, RequestsFailed, NotFlipped and OrderFailed."""
+        """Runs the study. Raises ServerFailed, RequestsFailed, NotFlipped and OrderFailed."""
         options, environment = (JOIN_OPTIONS, {}) if self.join else (OPTIONS, STAYS)
         with linked_checkpoint(self.shape, seed=self.seed) as checkpoint:
             say(f"starting {options['--prefill']} + {options['--decode']} workers")
@@ -208,14 +209,16 @@ class _Bench:
         self._clock = MonotonicClock()
 
     async def _until(self, holds: Callable[[], Awaitable[bool]], what: str) -> None:
-        """Raises NotFlipped after a deadline."""
+        """Waits until a condition is true. Raises NotFlipped after a deadline."""
         if not await holds_within(holds, ORDER_WITHIN_S, self._clock):
             raise NotFlipped(f"not within {ORDER_WITHIN_S:g} s: {what}")
 
     # ---------------------------------------------------------------- flips
 
     async def flips(self, say: Say) -> "list[MovesRun]":
-        """Flips each decode worker in turn. The first two flips only warm up."""
+        """Flips each decode worker in turn. The first two flips are a warm-up and are not
+        measured.
+        """
         runs = []
         await self._flip(DECODERS[1], Role.PREFILL)
         for repeat in range(-2, self._study.repeat):
@@ -227,7 +230,7 @@ class _Bench:
         return runs
 
     async def _flipped(self, source: str, target: str) -> "MovesRun":
-        """Starts streams in `source`, returns `target` to decoding, and flips `source`."""
+        """Starts streams on `source`, flips `target` back to decoding, and then flips `source`."""
         asked, beside = (
             [*islice(self._prompts, number)] for number in (self._study.streams, self._study.beside)
         )
@@ -237,19 +240,19 @@ class _Bench:
                 await self._run_in(len(asked), source)
                 await self._flip(target, Role.DECODE)
                 others = [group.create_task(self._send(body)) for body in beside]
-                # Nearly all of these streams run in `target`.
+                # Nearly all of these streams run on `target`.
                 await self._run_in(len(asked) + len(beside), source, target)
                 await pause(CALM_S)
                 ordered_s, emptied_s = await self._flip(source, Role.PREFILL)
         except ExceptionGroup as errors:
-            raise errors.exceptions[0] from errors  # the error that cancelled the other tasks
+            raise errors.exceptions[0] from errors  # this error has cancelled the other tasks
         streams, stayed = (whole([task.result() for task in tasks]) for tasks in (first, others))
         return MovesRun(streams, ordered_s, emptied_s, stayed)
 
     async def _flip(self, worker: str, role: Role) -> tuple[float, float]:
-        """Flips a worker; returns when that was ordered, and when it was carried out.
+        """Flips a worker. Returns the time of the order, and the time at which it was carried out.
 
-        A worker that leaves decoding must have no sequence left by then. Raises OrderFailed.
+        When the worker has left decoding, it must not have any sequence. Raises OrderFailed.
         """
         ordered_s = self._clock.now_s()
         await self._deployment.flip(worker, role)
@@ -274,7 +277,7 @@ class _Bench:
     # ---------------------------------------------------------------- joins
 
     async def joins(self, say: Say) -> list[JoinRun]:
-        """Lets a decode worker join beside a full one, again and again."""
+        """Lets a decode worker join while another one is full, once per repetition."""
         runs = []
         for repeat in range(self._study.repeat):
             say(f"join {repeat + 1} of {self._study.repeat}")
@@ -282,7 +285,7 @@ class _Bench:
         return runs
 
     async def _join(self, asked: Sequence[bytes]) -> JoinRun:
-        """One join under streams, and the same streams without it."""
+        """Runs streams with a join, and the same streams without it."""
         alone = await self._all_of(asked)
         streams = asyncio.create_task(self._all_of(asked))
         try:
@@ -306,7 +309,7 @@ class _Bench:
         return whole(await asyncio.gather(*map(self._send, asked)))
 
     async def _decoding(self) -> tuple[int, ...]:
-        """Returns the streams of each decode worker that serves."""
+        """Returns the number of streams of each decode worker that serves."""
         seen = await self._deployment.check()
         return tuple(w.running_seqs for w in seen.workers if w.works and w.role is Role.DECODE)
 
@@ -319,17 +322,18 @@ class _Bench:
 
 @dataclass(frozen=True, slots=True)
 class MovesRun:
-    """One flip. Times in seconds, of one clock."""
+    """One flip. All times are seconds on one clock."""
 
     streams: tuple[Answer, ...]
     ordered_s: float
     emptied_s: float
-    beside: tuple[Answer, ...] = ()  # streams that began while the target decoded, nearly all on it
+    # streams that began when the target decoded, but had no stream yet: nearly all run on it
+    beside: tuple[Answer, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Across:
-    """One stream before and after the flip. Seconds."""
+    """One stream before and after the flip. All times are seconds."""
 
     itl_s: float  # median gap before the flip
     gap_s: float
@@ -338,19 +342,21 @@ class Across:
 
     @property
     def of_limit(self) -> float:
-        """The gap, as a share of what was promised."""
+        """Returns the gap as a share of the promised longest gap."""
         return self.gap_s / (NUM_GAPS * self.itl_s + self.pull_s)
 
 
 def moved_of(run: MovesRun) -> list[Across]:
-    """The streams that moved, if they have gaps before and after the order."""
+    """Returns the streams that moved and have gaps both before and after the order."""
     moved = [s for s in (*run.streams, *run.beside) if PULL in s.timeline_s]
     found = [_across(run, stream, stream.timeline_s[PULL]) for stream in moved]
     return [one for one in found if one is not None]
 
 
 def beside_of(run: MovesRun) -> list[Across]:
-    """The streams that ran in the target already, if they have gaps before and after the order."""
+    """Returns the streams that already ran on the target and have gaps both before and after the
+    order.
+    """
     found = [_across(run, s, 0.0) for s in run.beside if PULL not in s.timeline_s]
     return [one for one in found if one is not None]
 

@@ -1,1 +1,3 @@
-"""`baton bench fluid`: fluid pools beside walled pools and mixed workers, live and simulated."""
+"""`baton bench fluid`: compares fluid pools with walled pools and mixed workers, live and
+simulated.
+"""

@@ -1,28 +1,28 @@
 """The mixes of requests of `bench fluid`, its figures on real deployments, and its goals. Pure.
 
-Mixes are named after their tokens in and out. A closed loop of a few clients plays each mix. Each
-client asks again as soon as it has its answer. They begin one after the other in a ramp before the
-window. `turning` alternates between the mix of most prompt tokens and the mix of most output tokens
-every few seconds.
+A mix is named after its tokens of input and output. A closed loop of a few clients plays each mix.
+A client sends its next request as soon as it has its answer. The clients begin one after the other,
+in a ramp before the measured window. `turning` alternates between the mix of most prompt tokens and
+the mix of most output tokens every few seconds.
 
 | result                 | unit  |                                                               |
 |------------------------|-------|---------------------------------------------------------------|
-| fluid/MIX              |       | requests/s of `fluid` over the better of the others           |
+| fluid/MIX              |       | requests/s of `fluid` over the better other deployment        |
 | requests/MIX/…         | 1/s   | answered in the window                                        |
-| ttft_p50/…, ttft_p99/… | ms    | of the requests that were sent in the window                  |
-| tpot_p50/…             | ms    | of the same                                                   |
+| ttft_p50/…, ttft_p99/… | ms    | TTFT of requests that were sent in the window                 |
+| tpot_p50/…             | ms    | TPOT of requests that were sent in the window                 |
 | itl_p99/MIX/…          | ms    | between two chunks, in the window                             |
 | busy_least/…, busy_most/… | % of a core | CPU time of the least and the most busy worker       |
-| itl_ratio/bound        |       | p99 of gaps with prompts over that without; the same /walled  |
+| itl_ratio/bound        |       | p99 of gaps with prompts over p99 without; also /walled       |
 | itl_p50/…, itl_p99/…   | ms    | between two chunks of the streams                             |
-| prompts/…              | 1/s   | answered beside the streams                                   |
-| prompt_ttft_p50/…      | ms    | of these                                                      |
+| prompts/…              | 1/s   | prompts answered while the streams run                        |
+| prompt_ttft_p50/…      | ms    | TTFT of these prompts                                         |
 | failed                 |       | requests without an answer                                    |
-| background/cpu         | %     | of all cores, what was neither ours nor the servers'          |
+| background/cpu         | %     | share of all cores that other programs used                   |
 
-A request that lies partly in a window counts by the share of its chunks there. The better one of
-`walled` and `mixed` is that of the greater median over all repetitions. Each ratio is that of one
-repetition.
+A request that lies partly in a window counts by the share of its chunks in the window. The better
+of `walled` and `mixed` is the one with the greater median over all repetitions. Ratios are computed
+within each repetition.
 """
 
 import statistics
@@ -46,7 +46,9 @@ WINDOW_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class TokenMix:
-    """Requests by tokens in and out. With several `phases`, they alternate."""
+    """The tokens of input and output of a mix's requests. A mix with several `phases` alternates
+    between them.
+    """
 
     name: str
     phases: tuple[tuple[int, int], ...]
@@ -55,11 +57,13 @@ class TokenMix:
         return self.name
 
     def lengths_at(self, elapsed_s: float, phase_s: float) -> tuple[int, int]:
-        """Returns the tokens in and out of a request that is sent at this time of the window."""
+        """Returns the tokens of input and output of a request that is sent at this time of the
+        window.
+        """
         return self.phases[int(elapsed_s // phase_s) % len(self.phases)]
 
     def window_s(self, window_s: float) -> float:
-        """Returns the measured part of the mix's loop, which is longer if the mix has several
+        """Returns the seconds of the mix's measured window. It is longer for a mix of several
         phases.
         """
         return window_s * len(self.phases)
@@ -82,7 +86,9 @@ def mixes_of(text: str) -> tuple[TokenMix, ...]:
 
 
 def parts_of(text: str | None, known: Collection[str]) -> Sequence[str]:
-    """Returns the parts in a text such as "mixes,bound"; all for None. Raises ConfigError."""
+    """Returns the parts in a text such as "mixes,bound". None means all parts. Raises
+    ConfigError.
+    """
     if text is None:
         return [*known]
     parts = values_of("--parts", text, str, "a list")
@@ -91,11 +97,11 @@ def parts_of(text: str | None, known: Collection[str]) -> Sequence[str]:
 
 
 def starts_s(num_clients: int, ramp_s: float) -> list[float]:
-    """Returns when each client of a closed loop begins.
+    """Returns the times at which the clients of a closed loop begin.
 
-    Clients that begin together may stay synchronised for long: then all prompts come at once, and
-    in between all clients decode. This favours mixed workers, and real loads of many clients do not
-    behave so.
+    Clients that begin together may stay synchronised for long: all prompts arrive at once, and then
+    all clients decode. This would favour mixed workers, and real loads of many clients are not
+    synchronised.
     """
     return [ramp_s * i / num_clients for i in range(num_clients)]
 
@@ -115,38 +121,39 @@ def _prompts_share(mix: TokenMix) -> float:
 GOALS = Goals({"fluid/*": 0.95, "itl_ratio/bound": 1.3}, at_most=("itl_ratio/*",))
 FLUID, WALLED, MIXED = COMPARED = ("fluid", "walled", "mixed")
 BOUND = "bound"
-# A deployment each; `_idle`: without prompts.
+# Each arm has its own deployment; in arms with `_idle` no prompts are sent.
 STREAM_ARMS = ("bound_idle", "bound", "walled_idle", "walled")
 
 
 @dataclass(frozen=True, slots=True)
 class MixRun:
-    """One mix on one deployment. All times in seconds, of one clock."""
+    """One run of one mix on one deployment. All times are seconds on one clock."""
 
     mix: str
     deployment: str
     repeat: int
     begin_s: float
     end_s: float
-    results: tuple[Answer | Failure, ...]  # all results, including those from before the window
+    # all results, including requests that ended before the window
+    results: tuple[Answer | Failure, ...]
     busy: tuple[float, ...] = ()  # number of cores that each worker used in the window
-    others_share: float | None = None  # share of all cores
+    others_share: float | None = None  # share of all cores that other programs used
 
     @property
     def answers(self) -> list[Answer]:
-        """The complete answers."""
+        """Returns the complete answers."""
         return [result for result in self.results if isinstance(result, Answer)]
 
     @property
     def requests_per_s(self) -> float:
-        """Requests/s that were answered in the window."""
+        """Returns the requests/s that were answered in the window."""
         times_s = (answer.chunk_times_s for answer in self.answers)
         return answered_per_s(times_s, self.begin_s, self.end_s)
 
 
 @dataclass(frozen=True, slots=True)
 class FluidMeasured:
-    """All runs, and the measurements that the second part is based on."""
+    """All runs, and the pace and the prompt time on which the second part is based."""
 
     mixes: list[MixRun] = field(default_factory=list)
     streams: list[BesideRun] = field(default_factory=list)
@@ -160,7 +167,7 @@ class FluidMeasured:
 
 
 def results(measured: FluidMeasured) -> tuple[Result, ...]:
-    """Returns every result; the ratios come first."""
+    """Returns all results, with the ratios first."""
     mixes, streams = measured.mixes, measured.streams
     mix_names = dict.fromkeys(run.mix for run in mixes)
     mix_arms = [f"{mix}/{deployment}" for mix in mix_names for deployment in COMPARED]
@@ -180,14 +187,14 @@ def results(measured: FluidMeasured) -> tuple[Result, ...]:
 
 
 def warnings(measured: FluidMeasured) -> list[str]:
-    """Facts that a reader should know before trusting the results."""
+    """Returns facts that a reader needs before trusting the results."""
     found = _all_of(measured)
     answers = [answer for answer in found if isinstance(answer, Answer)]
     return answer_warnings(answers, found, measured.others_shares)
 
 
 def rivals_of(runs: Sequence[MixRun]) -> dict[str, str]:
-    """Returns the better of the other deployments for each mix, by its median."""
+    """Returns, for each mix, the better deployment other than `fluid`, by its median requests/s."""
     medians: dict[tuple[str, str], float] = {}
     for mix in dict.fromkeys(run.mix for run in runs):
         for deployment in COMPARED:

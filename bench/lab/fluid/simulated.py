@@ -1,22 +1,24 @@
-"""`bench fluid --simulated`: fluid pools beside walled splits and mixed workers, by two measures.
+"""`bench fluid --simulated`: compares fluid pools with walled splits and mixed workers in two ways.
 
-All settings have the same workers and play the same loads, with pools of fixed sizes:
+All settings have the same number of workers and play the same loads, with pools of fixed sizes:
 
     fluid_P+D        pools that lend each other idle workers
-    split_P+D        the same with walls, for every split of the workers
+    split_P+D        pools that do not lend, for every split of the workers
     mixed_N_chunk_C  N mixed workers that compute prompts in chunks of C tokens at most
 
-**Bounds.** DistServe's: a load is sped up as a whole until fewer than nine of ten requests have
-TTFT and TPOT inside their bounds. The router knows the bound on TPOT, which it keeps by how far it
-fills workers. It has no bound on TTFT, so it refuses no prompt that is late. The chunk of mixed
-workers trades TTFT for TPOT. They are tried with several, and the best counts.
+**Bounds.** This is DistServe's goodput: a load is sped up as a whole until fewer than nine of ten
+requests have TTFT and TPOT inside their bounds. The router knows the bound on TPOT, and limits the
+sequences of each worker accordingly. It has no bound on TTFT, so it does not refuse late prompts.
+The chunk size of mixed workers trades TTFT for TPOT. Several sizes are tried, and the best result
+is used.
 
-**Mixes** are played by closed loops, as on this machine, without the noise of a machine: by fluid
-pools, the same pools with walls, and mixed workers. No two prompts begin alike, and nothing is
-bounded. A rate is that of the window, in which a request counts by the share of its tokens there.
+**Mixes** are played by closed loops, as in the live study, but without the noise of a machine. The
+settings are fluid pools, the same pools without lending, and mixed workers. No two prompts share a
+prefix, and there are no bounds. Rates are measured in the window. A request that lies partly in the
+window counts by the share of its tokens in it.
 
-A load should last many times longer than the bound on TTFT at the rates that are found. A shorter
-one is a burst: its requests may all wait, and keep the bound.
+At the rates that are found, a load should last many times longer than the bound on TTFT. In a
+shorter load, all requests could arrive at once, wait, and still meet the bound.
 
 **Loads.** `synthetic` are conversations whose lengths are drawn (`bench.simulator.traces`).
 `turning` alternates between long prompts and long answers (`bench.lab.elastic`). The other loads
@@ -77,24 +79,24 @@ GOALS = Goals(
         "goodput_fluid/colocated/*": 1.0,
     }
 )
-NUM_HALVINGS = 5  # goodput is exact to 2 %
-PATIENCE_S = 3600.0  # so long that every request is answered, even if late
+NUM_HALVINGS = 5  # halvings in the search for a rate; goodput is exact to 2 %
+PATIENCE_S = 3600.0  # a timeout that is long enough to answer every request, even late ones
 
 
 @dataclass(frozen=True, slots=True)
 class Loops:
-    """Closed loops of some clients, one for each mix."""
+    """The sizes of the closed loops: their clients, and one loop for each mix."""
 
     mixes: Sequence[TokenMix] = ()
     num_clients: int = 8
     ramp_s: float = RAMP_S
     window_s: float = WINDOW_S
-    phase_s: float = 2.5  # duration of a phase in an alternating mix
+    phase_s: float = 2.5  # seconds of a phase in an alternating mix
 
 
 @dataclass(frozen=True, slots=True)
 class PoolsUse:
-    """One way to use the workers."""
+    """One setting: roles and chunk size of the workers."""
 
     name: str
     pools: SimulatedPools
@@ -104,7 +106,9 @@ class PoolsUse:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedFluidPlan:
-    """All that is compared. `fluid` and each of `splits` have the same number of workers."""
+    """All settings and loads that are compared. `fluid` and each of `splits` have equally many
+    workers.
+    """
 
     hardware: HardwareProfile
     loads: Mapping[str, Trace]
@@ -118,7 +122,7 @@ class SimulatedFluidPlan:
     num_halvings: int = NUM_HALVINGS
 
     def settings(self) -> Iterator[PoolsUse]:
-        """Yields all ways to use the workers, the fluid one first."""
+        """Yields all settings, the fluid one first."""
         yield PoolsUse(f"fluid_{_named(self.fluid)}", self.fluid, is_fluid=True)
         for pools in self.splits:
             yield PoolsUse(f"split_{_named(pools)}", pools)
@@ -131,7 +135,7 @@ class SimulatedFluidPlan:
 def loads_of(
     names: Sequence[str], num_requests: int, turns: TurningLoad, num_workers: int, seed: int
 ) -> Mapping[str, Trace]:
-    """Returns the loads by their names in results. Raises TraceError."""
+    """Returns the loads, by the names that results use. Raises TraceError."""
     loads: dict[str, Trace] = {}
     for name in names:
         if name == "synthetic":
@@ -145,12 +149,12 @@ def loads_of(
 
 
 def splits_of_all(pools: SimulatedPools) -> list[SimulatedPools]:
-    """Returns every split of the workers into two pools."""
+    """Returns every split of this number of workers into two pools."""
     return [SimulatedPools(prefill, pools.total - prefill) for prefill in range(1, pools.total)]
 
 
 def splits_near(pools: SimulatedPools) -> list[SimulatedPools]:
-    """Returns the split, and the splits with one prefill worker more or less."""
+    """Returns this split, and the two splits with one prefill worker more or less."""
     near = range(pools.prefill - 1, pools.prefill + 2)
     return [
         SimulatedPools(prefill, pools.total - prefill)
@@ -160,7 +164,7 @@ def splits_near(pools: SimulatedPools) -> list[SimulatedPools]:
 
 
 def study(plan: SimulatedFluidPlan, say: Say) -> tuple[Result, ...]:
-    """Returns all figures; the ratios first."""
+    """Returns all figures, with the ratios first."""
     by_mix = [_of_mix(plan, mix, say) for mix in plan.loops.mixes]
     by_load = {load: _of_load(plan, load, say) for load in plan.loads}
     things = dict.fromkeys(thing for figures in by_load.values() for thing in figures)
@@ -175,7 +179,7 @@ def study(plan: SimulatedFluidPlan, say: Say) -> tuple[Result, ...]:
 
 
 def setup_of(plan: SimulatedFluidPlan, use: PoolsUse) -> SimulationSetup:
-    """Returns the workers, used this way."""
+    """Returns the simulation setup of a setting."""
     hardware = plan.hardware
     if use.chunk_tokens is not None:
         hardware = msgspec.structs.replace(hardware, chunk_tokens=use.chunk_tokens)
@@ -183,7 +187,7 @@ def setup_of(plan: SimulatedFluidPlan, use: PoolsUse) -> SimulationSetup:
 
 
 def play(plan: SimulatedFluidPlan, use: PoolsUse, trace: Trace) -> SimulatedRun:
-    """Plays a load on the workers, used this way."""
+    """Plays a load on the workers of a setting."""
     setup = replace(setup_of(plan, use), max_answer_tokens=MAX_ANSWER_TOKENS)
     router = RouterConfig(
         seed=plan.seed,
@@ -195,7 +199,7 @@ def play(plan: SimulatedFluidPlan, use: PoolsUse, trace: Trace) -> SimulatedRun:
 
 
 def requests_per_s(loops: Loops, mix: TokenMix, setup: SimulationSetup, *, seed: int) -> float:
-    """Returns the requests/s of a mix in a closed loop on an idle cluster."""
+    """Returns the requests/s of a mix, played by a closed loop on an idle cluster."""
     begin_s, fresh = loops.ramp_s, count(1)
     end_s = begin_s + mix.window_s(loops.window_s)
     later_s = iter(starts_s(loops.num_clients, loops.ramp_s))
@@ -214,7 +218,9 @@ def requests_per_s(loops: Loops, mix: TokenMix, setup: SimulationSetup, *, seed:
 
 
 def ratios(goodput_per_s: Mapping[str, float]) -> dict[str, Figure]:
-    """Returns the goodput of fluid pools over the best split's and over mixed workers'."""
+    """Returns the ratios of the fluid pools' goodput over the best split's and over the best mixed
+    workers'.
+    """
     fluid = goodput_per_s[best_of(goodput_per_s, "fluid")]
     kinds = {"best_split": "split", "colocated": "mixed"}
     best = {name: goodput_per_s[best_of(goodput_per_s, kind)] for name, kind in kinds.items()}
@@ -226,7 +232,7 @@ def ratios(goodput_per_s: Mapping[str, float]) -> dict[str, Figure]:
 
 
 def best_of(goodput_per_s: Mapping[str, float], kind: str) -> str:
-    """Returns the setting of that kind that has the highest goodput."""
+    """Returns the setting of this kind with the highest goodput."""
     names = [name for name in goodput_per_s if name.startswith(f"{kind}_")]
     return max(names, key=lambda name: goodput_per_s[name])
 
@@ -266,7 +272,7 @@ def _of_load(plan: SimulatedFluidPlan, load: str, say: Say) -> dict[str, Figure]
 
 
 def _at_rate(run: SimulatedRun, slo: SloBounds) -> dict[str, Figure]:
-    """Returns a run's figures of latencies and of worker utilisation."""
+    """Returns latencies and worker utilisation of a run at a given rate."""
     answered = [one for record in run.records if (one := latencies_of(record)) is not None]
     samples_s = {
         "ttft_p90": [one.ttft_s for one in answered],

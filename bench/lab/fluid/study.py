@@ -1,23 +1,23 @@
-"""Fluid pools beside walled pools and mixed workers, on real deployments or simulated.
+"""Compares fluid pools with walled pools and mixed workers, on real deployments or simulated.
 
-Real deployments have two workers of one compute thread behind one gateway:
+A real deployment has one gateway and two workers with one compute thread each:
 
     fluid    1 prefill + 1 decode worker; each takes the other's work if it has none of its own
-    walled   the same two workers, each with the work of its role only
-    mixed    2 workers of both roles
+    walled   1 prefill + 1 decode worker; each does the work of its own role only
+    mixed    2 mixed workers
 
-**Mixes.** All deployments are up all the time, all but one idle. Each repetition plays all mixes in
-a random order, and each mix on all deployments in a random order, one after the other. So each
-ratio is that of neighbours in time.
+**Mixes.** All deployments run all the time, and all but one are idle. Each repetition plays all
+mixes in a random order. It plays each mix on all deployments one after the other, also in a random
+order. So the runs of each ratio follow each other directly.
 
-**Bound.** First the pace of a few streams without prompts is measured on `walled`, and the time of
-one prompt. Then a deployment `bound` starts, with fluid pools and `SLACK` times this pace as
-`router.slo_tpot_s`. Streams decode there, and on `walled`, without prompts and while prompts
-arrive. The prompts are a Poisson process at `LOAD` times the rate of one worker. No two prompts
-begin alike, so no cache helps.
+**Bound.** First, the TPOT of a few streams without prompts and the time of one prompt are measured
+on `walled`. Then a deployment `bound` starts, with fluid pools and `SLACK` times this TPOT as
+`router.slo_tpot_s`. On `bound` and on `walled`, streams decode first without prompts, then while
+prompts arrive. The prompts are a Poisson process at `LOAD` times the rate of one worker. No two
+prompts share a prefix, so caches have no effect.
 
-Times are taken at one client in this process. It shares the cores with what it measures, and so do
-the gateways. `bench.lab.fluid.simulated` describes `--simulated`.
+Times are measured by one client in this process. The client and the gateways share the cores with
+the workers. `bench.lab.fluid.simulated` describes `--simulated`.
 """
 
 import asyncio
@@ -86,13 +86,13 @@ from engine.config import PoolsConfig
 
 MIXES, GOODPUT = "mixes", "goodput"
 LOADS = ("synthetic", "turning")
-SLACK = 1.25  # the bound, as a multiple of the TPOT of streams alone
-LOAD = 0.8  # share of the prompts that one worker can compute
+SLACK = 1.25  # the bound on TPOT, as a multiple of the TPOT of streams without prompts
+LOAD = 0.8  # rate of the prompts, as a share of the rate that one worker can compute
 WARM_UP_S = 1.0
-NUM_ALONE = 3  # prompts that are timed one by one
+NUM_ALONE = 3  # number of prompts that are timed one by one
 MAX_ARRIVALS = 10_000
 _SEPARATE: Mapping[str, Scalar] = {"--prefill": 1, "--decode": 1}
-POOLS: Mapping[str, Mapping[str, Scalar]] = {  # options of `baton serve`
+POOLS: Mapping[str, Mapping[str, Scalar]] = {  # options of `baton serve` for each deployment
     FLUID: _SEPARATE,
     WALLED: _SEPARATE,
     MIXED: {"--mixed": 2},
@@ -152,7 +152,9 @@ class FluidStudy(Experiment):
     repeat: RepeatOption = 6
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for wrong mixes or parts, or if a request does not fit the model."""
+        """Raises ConfigError for wrong mixes or parts, or if a request exceeds the model's
+        context.
+        """
         lengths = [each for mix in mixes_of(self.mixes) for each in mix.phases]
         parts_of(self.parts, (MIXES, GOODPUT) if self.simulated else (MIXES, BOUND))
         if not self.simulated:
@@ -162,17 +164,17 @@ class FluidStudy(Experiment):
 
     @property
     def report_name(self) -> str:
-        """Returns the name of the report."""
+        """Returns the name of the report, which differs for simulations."""
         return "fluid_simulated" if self.simulated else self.NAME
 
     @property
     def goals(self) -> Goals:
-        """Returns the bounds of the ratios."""
+        """Returns the goals of the ratios."""
         return simulation.GOALS if self.simulated else self.GOALS
 
     @property
     def title(self) -> str:
-        """Returns the line above the table."""
+        """Returns the title of the table."""
         if self.simulated:
             return (
                 f"simulated: {self.prefill + self.decode} × {self.hardware}, fluid"
@@ -182,26 +184,28 @@ class FluidStudy(Experiment):
 
     @property
     def streams_asked(self) -> StreamAsk:
-        """Returns the streams of the part `bound`."""
+        """Returns the lengths and the number of the streams in the part `bound`."""
         return StreamAsk(self.streams, 64, self.stream_output)
 
     @property
     def prompts_asked(self) -> StreamAsk:
-        """Returns the prompts beside them."""
+        """Returns the lengths of the prompts that arrive while the streams run."""
         return StreamAsk(1, self.prompt_input, self.prompt_output)
 
     def has(self, part: str) -> bool:
-        """True if this part is carried out."""
+        """Returns True if this part is carried out."""
         known = (MIXES, GOODPUT) if self.simulated else (MIXES, BOUND)
         return part in parts_of(self.parts, known)
 
     @property
     def ramp_s(self) -> float:
-        """Returns the time in which the clients of a loop begin."""
+        """Returns the seconds in which the clients of a loop begin."""
         return min(RAMP_S, self.window_s / 2)
 
     def quick(self) -> Self:
-        """Returns a study under a minute: simulated, or the first and the last steady mix once."""
+        """Returns a study that takes under a minute: a simulation, or one repetition of the first
+        and the last steady mix.
+        """
         if self.simulated:
             return replace(self, requests=min(self.requests, QUICK_REQUESTS), is_quick=True)
         steady = [text.strip() for text in self.mixes.split(",") if "/" in text]
@@ -215,7 +219,9 @@ class FluidStudy(Experiment):
         )
 
     def measure(self, say: Say) -> Findings:
-        """Raises ServerFailed, RequestsFailed, StreamsApart, ServerUnreachable and TraceError."""
+        """Runs the study. Raises ServerFailed, RequestsFailed, StreamsApart, ServerUnreachable and
+        TraceError.
+        """
         if not self.simulated:
             measured = self.run(say)
             return Findings(results(measured), warnings(measured), config=measured.pace)
@@ -252,7 +258,7 @@ class FluidStudy(Experiment):
         )
 
     def run(self, say: Say) -> FluidMeasured:
-        """Runs both parts on real deployments."""
+        """Runs both parts of the study on real deployments."""
         with ExitStack() as stack:
             checkpoint = stack.enter_context(linked_checkpoint(self.shape, seed=self.seed))
             found: FluidMeasured = uvloop.run(_Bench(self, checkpoint, stack, say).run())
@@ -273,7 +279,7 @@ class _Bench:
         self._found = FluidMeasured()
 
     async def run(self) -> FluidMeasured:
-        """Runs both parts."""
+        """Runs the parts that the study has."""
         has_mixes = self._study.has(MIXES)
         async with http_session(REQUEST_TIMEOUT_S) as session:
             for deployment in COMPARED:
@@ -288,8 +294,8 @@ class _Bench:
     async def _start(
         self, session: aiohttp.ClientSession, deployment: str, tpot_bound_s: float | None = None
     ) -> None:
-        """Starts a deployment and warms it up. Blocks the event loop until the deployment
-        serves.
+        """Starts a deployment and warms it up. Blocks the event loop until the deployment serves
+        requests.
         """
         self._say(f"starting: {deployment}")
         options = {**POOLS[deployment], "--threads": 1, "--weights": "int8"}
@@ -331,7 +337,8 @@ class _Bench:
     ) -> tuple[float, tuple[Answer | Failure, ...], tuple[float, ...]]:
         """Plays a mix in a closed loop, for a ramp and a window.
 
-        Returns the window's begin, all results, and the cores that each worker used in the window.
+        Returns the begin of the window, all results, and the number of cores that each worker used
+        in the window.
         """
         server, (ramp_s, window_s) = self._servers[deployment], times_s
         rng = Random(f"{self._study.seed}/{mix.name}/{deployment}/{name}")
@@ -345,7 +352,7 @@ class _Bench:
                 lengths = mix.lengths_at(now_s - begin_s, self._study.phase_s)
                 body = body_of(*lengths, self._vocab, model=server.model, rng=rng)
                 found.append(result := await server.send(body))
-                # Without this pause, a refused client would repeat at once.
+                # Without this pause, a refused client would send its next request at once.
                 if isinstance(result, Failure):
                     await pause(FAILED_PAUSE_S)
 
@@ -380,10 +387,11 @@ class _Bench:
         )
 
     async def _pace(self) -> tuple[float, float]:
-        """Measures the TPOT of streams without prompts, and the time of one prompt; medians.
+        """Measures the TPOT of streams without prompts, and the time of one prompt. Returns the
+        medians.
 
-        It uses walled pools. In fluid pools both workers would decode, at a pace that prompts could
-        not keep.
+        Uses walled pools. In fluid pools both workers would decode the streams, at a pace that is
+        impossible while prompts arrive.
         """
         server = self._servers[WALLED]
         streams, prompts = self._bodies(server, "pace")
@@ -396,7 +404,9 @@ class _Bench:
         return pace_s, statistics.median(one.e2e_s for one in singles)
 
     def _bodies(self, server: LiveServer, name: str) -> tuple[Iterator[bytes], Iterator[bytes]]:
-        """Returns endless iterators of streams and prompts; `name` makes their prompts unique."""
+        """Returns two endless iterators: requests of streams, and prompts. `name` makes the prompts
+        unique.
+        """
         rng = Random(f"{self._study.seed}/{name}")
         streams, prompts = (
             bodies(ask, self._vocab, model=server.model, rng=rng)
@@ -405,7 +415,7 @@ class _Bench:
         return streams, prompts
 
     def _arrivals(self, rate_per_s: float, repeat: int) -> Iterator[float]:
-        """Yields the times of a repetition's prompts, the same for all arms."""
+        """Yields the arrival times of a repetition's prompts. They are the same for all arms."""
         rng = Random(f"{self._study.seed}/arrivals/{repeat}")
         return iter(arrival_times_s(rate_per_s, MAX_ARRIVALS, burstiness=1.0, rng=rng))
 

@@ -1,1 +1,3 @@
-"""`baton bench gateway`: what the gateway costs, in front of a worker that computes nothing."""
+"""`baton bench gateway`: the gateway's delay and CPU time, in front of a worker that computes
+nothing.
+"""

@@ -1,10 +1,10 @@
 """Sends requests to a server and times their streams: `python -m bench.lab.gateway.client`.
 
-Runs in a process of its own, and parses as little of an answer as possible: a client that parsed
-everything would be the bottleneck. An answer is HTTP/1.1 in chunks; all its events except `[DONE]`
-begin with `data: {`.
+The client runs in its own process. It parses as little of an answer as possible, because a client
+that parsed everything would be the bottleneck. It expects HTTP/1.1 in chunks, in which all events
+except `[DONE]` begin with `data: {`.
 
-Driven as `bench.peers.driver` describes. The only command is `stream`.
+It uses the protocol of `bench.peers.driver`, with `stream` as the only command.
 """
 
 import asyncio
@@ -29,23 +29,25 @@ class _Seen:
     """Times and failures of all requests of one command."""
 
     ttft_s: list[float] = field(default_factory=list)
-    gaps_s: list[float] = field(default_factory=list)  # gaps between two pieces of an answer
+    gaps_s: list[float] = field(default_factory=list)  # seconds between two pieces of an answer
     num_events: int = 0
 
 
 class _Connection(asyncio.Protocol):
-    """Sends one request after the other until none is left."""
+    """A connection that sends one request after the other, until no request is left."""
 
     def __init__(self, left: deque[bytes], seen: _Seen) -> None:
         self._left = left
         self._seen = seen
-        self._rest = b""  # possibly the beginning of an event
+        self._rest = b""  # last bytes, which may be the begin of an event
         self._sent_s = 0.0
-        self._last_s: float | None = None  # arrival time of the last piece, if any
+        # arrival time of the previous piece; None before the first piece
+        self._last_s: float | None = None
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's does not inherit from it
+        # uvloop's transport does not inherit from asyncio's
+        self._transport = cast("asyncio.Transport", transport)
         self._send()
 
     def data_received(self, data: bytes) -> None:
@@ -86,7 +88,7 @@ class _Connection(asyncio.Protocol):
 
 
 class StreamClient:
-    """The process, driven by `bench.lab.gateway.study`."""
+    """The client process. `bench.lab.gateway.study` drives it."""
 
     def __init__(self) -> None:
         self.facts: dict[str, object] = {}
@@ -94,9 +96,9 @@ class StreamClient:
     def stream(
         self, port: int, body: dict[str, Any], num_connections: int, num_requests: int, seed: int
     ) -> dict[str, Any]:
-        """Sends all requests, one at a time on each connection.
+        """Sends all requests; each connection sends one at a time.
 
-        Every body has a different `seed`, by which answers are told apart.
+        Every body has a different `seed`. The servers use it to give different answers.
         """
         left = deque(_request(body, seed + i) for i in range(num_requests))
         seen: dict[str, Any] = uvloop.run(_stream(port, left, num_connections))

@@ -1,32 +1,33 @@
-"""What the gateway adds to a first token, and its CPU time, beside other servers.
+"""Measures the delay that the gateway adds to a first token, and its CPU time, and compares
+servers.
 
-Servers answer the same requests with streams of the same pace:
+All servers answer the same requests, with streams of the same pace:
 
     baton        the gateway, in front of a worker that computes nothing            ours
-    uvloop       a bare server: a coroutine for each stream, which only writes      peer
-    writes       the same with one timer for all streams: nothing but writes       limit
+    uvloop       a bare server: one coroutine for each stream, which writes tokens    peer
+    writes       a bare server with one timer for all streams                      limit
     fastapi      FastAPI, pydantic and uvicorn                                      peer, --peer
     vllm_router  vLLM's router in front of a bare server                            peer, --peer
 
-Only Baton talks to a worker and handles text. Peers invent their tokens where they write them. One
-client process loads all servers. While it loads one server, the others sleep. Each repetition gives
-every load to each server:
+Only Baton communicates with a worker and detokenizes text. Peers write constant tokens. One client
+process sends requests to all servers, one server at a time; the other servers sleep. In each
+repetition, every server gets every load:
 
-    serial    one request after the other, of one token: what a server adds to a first token
-    64        as many streams at once, a token every 10 ms
-    512       as many streams at once, a token every 50 ms
+    serial    one request after the other, of one token: the delay of a first token
+    64        64 concurrent streams, a token every 10 ms
+    512       512 concurrent streams, a token every 50 ms
 
 | result                    | unit     |                                                        |
 |---------------------------|----------|--------------------------------------------------------|
-| gateway/tok_per_cpu_s     | tokens/s | of a second of the server's CPU, at 64 paced streams   |
-| gateway/added_ttft_ms     | ms       | median TTFT of single requests, less the bare server's |
-| gateway/added_ttft_p99_ms | ms       | their 99th percentile, less the bare server's median   |
-| gateway/ttft_p99/<load>   | ms       | of streams that begin at once                          |
-| gateway/itl_p99/<load>    | ms       | between two pieces of a stream; the pace is in it      |
+| gateway/tok_per_cpu_s     | tokens/s | tokens per CPU second of the server, at 64 streams     |
+| gateway/added_ttft_ms     | ms       | median TTFT of single requests minus the bare server's |
+| gateway/added_ttft_p99_ms | ms       | p99 TTFT of them, minus the bare server's median       |
+| gateway/ttft_p99/<load>   | ms       | p99 TTFT of streams that begin at once                 |
+| gateway/itl_p99/<load>    | ms       | p99 between two pieces of a stream, pace included      |
 | background/cpu            | %        | of all cores, used by other programs                   |
 
-The limit of tokens per second of CPU is the bare server's, with one timer and a write a token.
-A peer's `ratio` is ours over theirs; for times, less than one is better.
+The limit of tokens per CPU second is measured with `writes`: one timer, and one write per token. A
+peer's `ratio` is ours over theirs; for times, less than one is better.
 """
 
 import os
@@ -59,7 +60,7 @@ from router.text.tokenizer import load_text_model
 
 OURS, BARE, WRITES = "baton", "uvloop", "writes"
 MODEL = "null"
-STEP_S = 0.01  # the worker's
+STEP_S = 0.01  # seconds between two steps of the worker
 START_TIMEOUT_S = 60.0
 MANY = 2**30
 TOKEN = "null"
@@ -71,7 +72,9 @@ BARE_SERVER = (sys.executable, str(PEER_SCRIPTS / "uvloop_server.py"))
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A running server. Its processes share a session; `behind` are the servers it depends on."""
+    """A running server. Its processes share a session. `behind` are servers that it needs, such as
+    workers.
+    """
 
     name: str
     port: int
@@ -81,7 +84,7 @@ class Server:
 
     @property
     def sessions(self) -> tuple[int, ...]:
-        """Session ids of all processes that work for it."""
+        """Returns the session ids of the server and of the servers behind it."""
         return (self.session, *self.behind)
 
     def cpu_s(self) -> float:
@@ -90,7 +93,7 @@ class Server:
 
 
 def open_all(peers: Sequence[PeerProgram], stack: ExitStack) -> dict[str, Server]:
-    """Starts all servers, which end with the stack. Raises DrivenFailed."""
+    """Starts all servers; the stack ends them. Raises DrivenFailed."""
     servers = {
         OURS: _open_ours(stack),
         BARE: _open(BARE, [*BARE_SERVER, "tasks"], stack),
@@ -133,7 +136,7 @@ def _open_ours(stack: ExitStack) -> Server:
     address = worker.ready(START_TIMEOUT_S)["address"]
     member = Member(WorkerId("null"), address, context_len=CONTEXT_LEN)
     served = Version(model=str(BUNDLED_MODEL), model_name=MODEL)
-    spec = {  # a `deploy.base.spec.GatewaySpec`
+    spec = {  # a `deploy.base.spec.GatewaySpec` as JSON
         "members": Members(1, (member,), Intent((served,))),
         "gateway": GatewayConfig(port=0),
         "router": RouterConfig(
@@ -151,8 +154,8 @@ def _open_ours(stack: ExitStack) -> Server:
 
 PEERS = ("fastapi", "vllm_router")
 ANSWER_TIMEOUT_S = 150.0
-CLIENT_BOUND = 0.7  # above this share of a core, the client may be the bottleneck
-SATURATED = 0.95  # above this share of a core, times show a queue
+CLIENT_BOUND = 0.7  # if the client uses a larger share of a core, it may be the bottleneck
+SATURATED = 0.95  # if a server uses a larger share of a core, its latencies include queueing
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,21 +166,21 @@ class StreamLoad:
     num_streams: int
     num_rounds: int
     num_tokens: int  # tokens of each answer
-    steps: int = 1  # worker steps between two tokens
+    steps: int = 1  # steps of the worker between two tokens
 
     @property
     def pace_s(self) -> float:
-        """Seconds from token to token."""
+        """Returns the seconds between two tokens."""
         return self.steps * STEP_S
 
     @property
     def num_requests(self) -> int:
-        """All of them."""
+        """Returns the number of all requests."""
         return self.num_streams * self.num_rounds
 
     @property
     def total_tokens(self) -> int:
-        """Tokens of all answers."""
+        """Returns the number of tokens of all answers."""
         return self.num_requests * self.num_tokens
 
 
@@ -196,25 +199,25 @@ class GatewayRun:
     gaps_s: tuple[float, ...]
 
     def ttft_ms(self, percent: int) -> float:
-        """A percentile of the times to first tokens."""
+        """Returns a percentile of the times to first tokens, in milliseconds."""
         return 1e3 * percentile(self.ttft_s, percent)
 
     @property
     def tokens_per_cpu_s(self) -> float:
-        """Tokens of a second of the server's CPU."""
+        """Returns the tokens per CPU second of the server."""
         return self.load.total_tokens / self.cpu_s
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayMeasured:
-    """All runs, and versions of the peers."""
+    """All runs, and the versions of the peers."""
 
     runs: tuple[GatewayRun, ...]
-    background: tuple[float, ...] = ()  # share of the CPU that others used, by repetition
+    background: tuple[float, ...] = ()  # share of the CPU that other programs used, by repetition
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def of(self, server: str, load: StreamLoad) -> list[GatewayRun]:
-        """Returns a server's runs of one load, by repetition."""
+        """Returns the runs of one server with one load, in order of the repetitions."""
         return [run for run in self.runs if (run.server, run.load) == (server, load)]
 
 
@@ -231,22 +234,22 @@ class GatewayStudy(Experiment):
     peer: Annotated[list[str] | None, peer_option(*PEERS)] = None
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for an unknown peer."""
+        """Raises ConfigError if a peer is unknown."""
         peers_named(self.peer or (), PEERS)
 
     @property
     def title(self) -> str:
-        """Returns the line above the table."""
+        """Returns the title of the table."""
         return "gateway, in front of a worker that computes nothing"
 
     @property
     def peers(self) -> tuple[PeerProgram, ...]:
-        """Returns the servers of `--peer`."""
+        """Returns the servers that `--peer` names."""
         return peers_named(self.peer or (), PEERS)
 
     @property
     def servers(self) -> tuple[str, ...]:
-        """Returns the names of the servers."""
+        """Returns the names of all servers."""
         return (OURS, BARE, WRITES, *(peer.name for peer in self.peers))
 
     @property
@@ -256,24 +259,24 @@ class GatewayStudy(Experiment):
 
     @property
     def loads(self) -> tuple[StreamLoad, ...]:
-        """Returns the loads of streams."""
+        """Returns the loads of concurrent streams."""
         if self.is_quick:
             return StreamLoad("64", 64, 1, 8), StreamLoad("512", 512, 1, 8, steps=5)
         few = max(2, self.tokens // 4)
         return StreamLoad("64", 64, 2, self.tokens), StreamLoad("512", 512, 1, few, steps=5)
 
     def quick(self) -> Self:
-        """Returns one run of short answers."""
+        """Returns a study with one run of short answers."""
         return replace(self, repeat=1, is_quick=True)
 
     def measure(self, say: Say) -> Findings:
-        """Raises DrivenFailed."""
+        """Runs the study. Raises DrivenFailed."""
         measured = self.run(say)
         notes = notes_on(measured.versions)
         return Findings(results(self, measured), warnings(self, measured), config=notes)
 
     def run(self, say: Say) -> GatewayMeasured:
-        """Starts all servers, loads them in turn, and ends them."""
+        """Starts all servers, sends the loads to each in turn, and ends the servers."""
         with ExitStack() as stack:
             say("starting the servers")
             servers = open_all(self.peers, stack)
@@ -325,7 +328,9 @@ class GatewayStudy(Experiment):
         )
 
     def body_of(self, load: StreamLoad) -> dict[str, Any]:
-        """Returns a request's body. Peers read the pace from `user`, our worker from `top_k`."""
+        """Returns the body of a request. Peers read the pace from `user`, our worker reads it from
+        `top_k`.
+        """
         return {
             "model": MODEL,
             "messages": [{"role": "user", "content": "word " * self.prompt_words}],
@@ -338,7 +343,7 @@ class GatewayStudy(Experiment):
 
 
 def results(study: GatewayStudy, measured: GatewayMeasured) -> tuple[Result, ...]:
-    """All results, in the order of the table above."""
+    """Returns all results, in the order of the table in this module's docstring."""
     first, serial = study.loads[0], study.serial
     bare_ms = {run.repeat: run.ttft_ms(50) for run in measured.of(BARE, serial)}
 
@@ -370,7 +375,7 @@ def results(study: GatewayStudy, measured: GatewayMeasured) -> tuple[Result, ...
 
 
 def warnings(study: GatewayStudy, measured: GatewayMeasured) -> list[str]:
-    """A line for each reason not to trust the results."""
+    """Returns a line for each reason not to trust the results."""
     lines = busy_warning(measured.background)
     for load in (study.serial, *study.loads):
         for server in study.servers:

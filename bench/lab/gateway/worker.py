@@ -1,19 +1,20 @@
 """A worker that computes nothing: `python -m bench.lab.gateway.worker`, for `bench gateway`.
 
-It speaks a worker's protocol over a worker's socket, so the gateway in front of it is the real one.
-All that a client waits for beside the pace is the gateway's own time. The worker answers:
+It uses a worker's protocol over a worker's socket, so the gateway in front of it runs unchanged. A
+client's waiting time is the pace plus the gateway's own time. The worker reacts as follows:
 
-    Generate            sends the first token at once, as after a prefill of no time
+    Generate            sends the first token at once, as if the prefill took no time
     every `pace_s`      sends one token of every sequence in a frame for each gateway: a decode step
     Cancel, last token  removes the sequence
-    now and then        reports its load, with the time of a step
+    every 100 steps     reports its load, with the time of a step
 
-For its first prompts it reports in two frames when they begin and end. From these the gateway
-learns their cost, and then decides as it does for workers that it has known for a while.
+For its first prompts, it reports begin and end in two separate frames. From these reports the
+gateway learns the cost of prompts. After that, it treats this worker like a worker whose costs it
+has measured.
 
-In a request's sampling, `seed` is the place in a list of token ids where its answer begins, so that
-texts differ. `top_k` is the number of steps from token to token. Driven as `bench.processes.driven`
-describes; the process ends with its stdin.
+In a request's sampling, `seed` is the index in a list of token ids at which the answer begins, so
+that texts differ. `top_k` is the number of steps between two tokens. `bench.processes.driven`
+describes how the process is driven. It ends when its standard input is closed.
 """
 
 import asyncio
@@ -52,48 +53,48 @@ from engine.messages import (
 from engine.net.sessions import Line, SessionServer
 from engine.net.trust import Secret
 
-NUM_BLOCKS = 2**20  # memory is never short
+NUM_BLOCKS = 2**20  # enough blocks that memory is never short
 MAX_RUNNING = 2**16
 BLOCK_SIZE = 16
-NUM_SHOWN = 16  # prompts
-REPORT_EVERY = 100  # steps
+NUM_SHOWN = 16  # number of prompts whose begin and end are reported separately
+REPORT_EVERY = 100  # steps between two load reports
 
 
 class NullWorkerOptions(msgspec.Struct, frozen=True):
-    """The process's only argument, a JSON object."""
+    """The process's only argument, as a JSON object."""
 
     token: str
     pace_s: float
     token_ids: tuple[int, ...]
     worker_id: str = "null"
-    kernels: str = ""  # the kernels that it claims to use
+    kernels: str = ""  # name of the kernels that the worker reports
 
 
 @dataclass(slots=True)
 class _Sequence:
-    """An answer in flight: `num_left` tokens are left, from index `place` of the list on."""
+    """A running answer: `num_left` tokens remain, from index `place` of the token list."""
 
     place: int
     num_left: int
-    every: int  # steps
+    every: int  # steps between two tokens
     phase: int
 
 
 @dataclass(slots=True)
 class _Session:
-    """One gateway's sequences, and the frames for it."""
+    """The sequences of one gateway, and the messages for it."""
 
     line: Line
     running: dict[SeqId, _Sequence] = field(default_factory=dict)
 
     def say(self, messages: list[ToGateway]) -> None:
         if messages:
-            with suppress(ConnectionError):  # the gateway is leaving
+            with suppress(ConnectionError):  # the gateway has closed its connection
                 self.line.post(encode_frame(messages))
 
 
 class NullWorker:
-    """A worker that computes nothing, for any number of gateways."""
+    """A worker that computes nothing. It serves any number of gateways."""
 
     def __init__(self, options: NullWorkerOptions) -> None:
         self._options = options
@@ -105,12 +106,12 @@ class NullWorker:
         self._num_prompts = 0
 
     async def open(self) -> str:
-        """Listens and begins to step; returns the address."""
+        """Listens on a socket and starts to step. Returns the address."""
         self._stepping = asyncio.create_task(self._step_for_ever())
         return await self._server.open()
 
     async def close(self) -> None:
-        """Ends all sessions."""
+        """Closes the sessions of all gateways."""
         self._stop.set()
         await self._stepping
         await self._server.close()
@@ -120,7 +121,7 @@ class NullWorker:
         assert isinstance(hello, Hello)
         line.post(encode_frame([_welcome(self._options)]))
         session = _Session(line)
-        # Without this report the cost of steps would be unknown for a while.
+        # Without this report, the gateway would not know the cost of steps at first.
         session.say([self._load(num_rows=1)])
         self._sessions.append(session)
         try:
@@ -164,7 +165,8 @@ class NullWorker:
         due_s = self._clock.now_s()
         while not self._stop.is_set():
             now_s = self._clock.now_s()
-            due_s = max(due_s + self._options.pace_s, now_s)  # a late step delays the later ones
+            # if a step is late, the later steps are late too
+            due_s = max(due_s + self._options.pace_s, now_s)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), due_s - now_s)
             self._num_steps += 1
@@ -185,7 +187,7 @@ class NullWorker:
         session.say(messages)
 
     def _load(self, num_rows: int) -> LoadReport:
-        """A load report of a worker that is never short of anything."""
+        """Returns the load report of a worker that always has room."""
         step = StepReport(self._options.pace_s, num_rows=num_rows, num_context_tokens=num_rows)
         return LoadReport(NUM_BLOCKS, 0, 0, 0, 0, 0, 0, 0, steps=[step])
 

@@ -1,1 +1,3 @@
-"""`baton bench kv`: how fast KV blocks move, beside the machine's limits and peers."""
+"""`baton bench kv`: the speed of KV transfers, compared with the machine's limits and with
+peers.
+"""

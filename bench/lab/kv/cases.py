@@ -1,31 +1,31 @@
 """The movers of `bench kv`, as pairs of processes, and the blocks that they move.
 
-All movers move the same scattered blocks from one place to another:
+All movers copy the same scattered blocks from a source to a sink:
 
     shm, zmq, nixl     Baton's backends: two processes, each with a TransferEndpoint         ours
-    memcpy             one memcpy a block between two mappings of one process      limit of shm
+    memcpy             one memcpy per block between two mappings of a process      limit of shm
     tcp                two processes, scattered sendmsg and recvmsg_into           limit of zmq
     bare_nixl          two processes, prepared descriptors, READ, no Baton         limit of nixl
-    shm-1to2-4KiB, …   a rank of a sink of two pulls half of the heads: 4 KiB, then as many to skip.
-                       So a block has many pieces. With one piece it is shm, its limit
-    shm-2to1-4KiB, …   two ranks of a source give half of the heads each
+    shm-1to2-4KiB, …   one of two ranks of a sink pulls half of the heads, so a block has many
+                       pieces: 4 KiB are pulled, the next 4 KiB are skipped. Limit: shm
+    shm-2to1-4KiB, …   each of two ranks of a source gives half of the heads
     mooncake           two processes, Mooncake's transfer engine over tcp          peer of ours
 
-A mover may have several *ways* (memcpy in C or over ctypes; tcp with calls of several sizes). The
-fastest way of a limit counts.
+A mover may have several *ways* (memcpy in C or over ctypes; tcp with calls of several sizes). A
+limit is the speed of its mover's fastest way.
 
 A case is a block size and a number of blocks: 1, 16, 256, and the number that makes 64 MiB. Larger
-numbers are left out. Every pull draws new blocks, on both sides, from pools of 96 MiB. All movers
+numbers are left out. Every pull uses new random blocks of both ends' pools of 96 MiB. All movers
 get the same blocks.
 
 All processes answer the same commands, the methods of `bench.lab.kv.worker.TransferWorker`:
 
     open_source(pool_bytes, block_sizes)        source     returns what its sink needs
     open_sink(pool_bytes, block_sizes, source)  sink
-    offer(block_bytes, pulls, way)              source     before the clock starts
-    pull(block_bytes, pulls, offers, way)       sink       seconds of each pull
+    offer(block_bytes, pulls, way)              source     called before the clock starts
+    pull(block_bytes, pulls, offers, way)       sink       returns the seconds of each pull
     wipe(block_bytes, blocks)                   sink
-    digest(end, block_bytes, blocks)            both       of these blocks' bytes, in this order
+    digest(end, block_bytes, blocks)            both       returns a hash of the blocks' bytes
 """
 
 import sys
@@ -45,18 +45,19 @@ KIB = 2**10
 MIB = 2**20
 COUNTS = (1, 16, 256)
 TOTAL_BYTES = 64 * MIB
-NUM_PULLS = {1: 16, 16: 8}  # pulls of one case in one repetition: short pulls vary most
+# number of pulls of a case in one repetition, by number of blocks: short pulls vary most
+NUM_PULLS = {1: 16, 16: 8}
 LIMIT_OF = {"shm": "memcpy", "zmq": "tcp", "nixl": "bare_nixl"}
 LAYER_BYTES = 8 * KIB  # K and V of two heads of 64 elements in bf16, 16 tokens
-HEAD_BYTES = 2 * KIB  # K or V of one head
-SPLITS = {"1to2": (1, 2), "2to1": (2, 1)}  # ranks of the source and of the sink
+HEAD_BYTES = 2 * KIB  # K or V of one head in a layer
+SPLITS = {"1to2": (1, 2), "2to1": (2, 1)}  # number of ranks of the source and of the sink
 
 Blocks = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class KvPull:
-    """One pull: block i of `source_blocks` goes to block i of `blocks` at the sink."""
+    """One pull. Block i of `source_blocks` is copied to block i of `blocks` at the sink."""
 
     source_blocks: Blocks
     blocks: Blocks
@@ -64,20 +65,22 @@ class KvPull:
 
 @dataclass(frozen=True, slots=True)
 class KvCase:
-    """A number of blocks of one size, moved together."""
+    """A number of blocks of one size, which are pulled together."""
 
     block_bytes: int
     num_blocks: int
-    is_whole: bool  # True if the case moves the plan's total
+    is_whole: bool  # True if the case pulls the plan's total number of bytes
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of one pull."""
+        """Returns the bytes of one pull."""
         return self.block_bytes * self.num_blocks
 
     @property
     def name(self) -> str:
-        """Its name in results, behind the mover's: 64KiB, 64KiB/256, or 64KiB/latency for one."""
+        """Returns the name of the case in results: 64KiB, 64KiB/256, or 64KiB/latency for one
+        block.
+        """
         size = size_name(self.block_bytes)
         if self.is_whole:
             return size
@@ -85,29 +88,33 @@ class KvCase:
 
     @property
     def is_latency(self) -> bool:
-        """True if the result is the time of one block and not bytes per second."""
+        """Returns True if the result is the time of one block. Otherwise the result is bytes per
+        second.
+        """
         return self.num_blocks == 1 and not self.is_whole
 
 
 @dataclass(frozen=True, slots=True)
 class KvPulls:
-    """The pulls of one benchmark: the same for every mover."""
+    """All pulls of one benchmark. They are the same for every mover."""
 
     block_sizes: tuple[int, ...]
     num_repeats: int
     total_bytes: int = TOTAL_BYTES
-    only_whole: bool = False  # True: no cases of fewer blocks
+    only_whole: bool = False  # True: cases with fewer blocks are left out
     times: int = 1  # number of times that each pull is repeated
     seed: int = 0
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of each pool: 1.5 times one pull's, so that its blocks lie scattered."""
+        """Returns the bytes of each pool: 1.5 times one pull, so that the blocks of a pull lie
+        scattered.
+        """
         return self.total_bytes * 3 // 2
 
     @property
     def cases(self) -> list[KvCase]:
-        """All cases, grouped by block size, each with its largest number of blocks last."""
+        """Returns all cases by block size. For each size, the case with the most blocks is last."""
         cases = []
         for size in self.block_sizes:
             whole = self.total_bytes // size
@@ -117,7 +124,7 @@ class KvPulls:
         return cases
 
     def of(self, case: KvCase, repeat: int) -> list[KvPull]:
-        """The pulls of one repetition, with new blocks in every pull."""
+        """Returns the pulls of one repetition. Each pull has new blocks."""
         rng = Random(f"{self.seed}/{case.name}/{repeat}")
         pool = range(self.pool_bytes // case.block_bytes)
         number = case.num_blocks
@@ -128,7 +135,7 @@ class KvPulls:
 
 
 def layout_of(block_bytes: int) -> KVLayout:
-    """A layout with blocks of that many bytes."""
+    """Returns a KV layout whose blocks have this many bytes."""
     section = KVSection(num_layers=block_bytes // LAYER_BYTES, num_kv_heads=2, head_dim=64)
     layout = KVLayout(block_size=16, kv_format=KVFormat.BF16, sections=(section,))
     assert layout.block_bytes == block_bytes
@@ -137,22 +144,24 @@ def layout_of(block_bytes: int) -> KVLayout:
 
 @dataclass(frozen=True, slots=True)
 class HeadSplit:
-    """The shares of the heads that the ranks of a source and one rank of a sink hold."""
+    """The heads that each rank of a source holds, and the heads that one rank of a sink holds."""
 
     sources: tuple[Shard, ...]
     sink: Shard
     piece_bytes: int
 
     def layout(self, block_bytes: int) -> KVLayout:
-        """Returns the layout of whole blocks, of which the sink pulls that many bytes."""
+        """Returns the layout of whole blocks from which the sink pulls this many bytes per
+        block.
+        """
         num_heads = 2 * self.piece_bytes // HEAD_BYTES
-        layer_bytes = 4 * self.piece_bytes // self.sink.size  # at the sink
+        layer_bytes = 4 * self.piece_bytes // self.sink.size  # bytes of a layer at the sink
         section = KVSection(block_bytes // layer_bytes, num_heads, head_dim=64)
         return KVLayout(block_size=16, kv_format=KVFormat.BF16, sections=(section,))
 
 
 def split_of(mover: str) -> tuple[str, HeadSplit | None]:
-    """Returns the backend of a mover, and its split of the heads if it has one."""
+    """Returns the backend of a mover and, if the mover splits heads, its split."""
     backend, *rest = mover.split("-")
     if not rest:
         return backend, None
@@ -163,18 +172,18 @@ def split_of(mover: str) -> tuple[str, HeadSplit | None]:
 
 
 def limit_of(mover: str) -> str | None:
-    """Returns the mover that is the limit of this one."""
+    """Returns the name of the mover that is this mover's limit; None if there is none."""
     backend, split = split_of(mover)
     return LIMIT_OF.get(backend) if split is None else backend
 
 
 def bytes_of(size: str) -> int:
-    """The inverse of `size_name`."""
+    """Returns the bytes of a size such as 64KiB. Inverse of `size_name`."""
     return int(size[:-3]) * (MIB if size.endswith("MiB") else KIB)
 
 
 def size_name(num_bytes: int) -> str:
-    """A size as text: 64KiB, 1MiB."""
+    """Returns a size as text, such as 64KiB or 1MiB."""
     return f"{num_bytes // MIB}MiB" if num_bytes % MIB == 0 else f"{num_bytes // KIB}KiB"
 
 
@@ -185,11 +194,11 @@ PEERS = Path(__file__).parents[2] / "peers"
 
 
 class NotMovable(BatonError):
-    """This machine cannot run a mover; the message says why."""
+    """A mover cannot run on this machine. The message says why."""
 
 
 class WrongBytes(BatonError):
-    """A mover reported success, but the blocks differ."""
+    """A mover reported success, but the sink's blocks differ from the source's."""
 
     def __init__(self, mover: str, way: str, case: KvCase) -> None:
         told = f" ({way})" if way else ""
@@ -198,7 +207,7 @@ class WrongBytes(BatonError):
 
 @dataclass(frozen=True, slots=True)
 class Mover:
-    """A source and a sink. They may be one process."""
+    """A source and a sink process. Both may be the same process."""
 
     name: str
     source: Driven
@@ -206,16 +215,18 @@ class Mover:
 
     @property
     def processes(self) -> tuple[Driven, ...]:
-        """Each of its processes, once."""
+        """Returns the processes of the mover, without duplicates."""
         return (self.source,) if self.source is self.sink else (self.source, self.sink)
 
     def start(self) -> None:
-        """Starts the processes, without waiting for them."""
+        """Starts the processes without waiting for them."""
         for process in self.processes:
             process.start()
 
     def open(self, pulls: KvPulls) -> Answer:
-        """Waits for the processes, opens and connects their pools; returns what they report."""
+        """Waits for the processes, opens their pools and connects them. Returns the facts that they
+        report.
+        """
         facts, *_ = [process.ready(START_TIMEOUT_S) for process in self.processes]
         pools = {"pool_bytes": pulls.pool_bytes, "block_sizes": pulls.block_sizes}
         source = self.source.ask("open_source", timeout_s=START_TIMEOUT_S, **pools)["source"]
@@ -223,7 +234,7 @@ class Mover:
         return facts
 
     def move(self, way: str, case: KvCase, pulls: Sequence[KvPull]) -> list[float]:
-        """Carries out the pulls one after the other; returns the seconds of each."""
+        """Carries out the pulls one after the other. Returns the seconds of each pull."""
         offered = self.source.ask(
             "offer",
             timeout_s=PULL_TIMEOUT_S,
@@ -242,7 +253,7 @@ class Mover:
         return [float(seconds) for seconds in pulled["seconds"]]
 
     def verify(self, way: str, case: KvCase, pull: KvPull) -> None:
-        """Moves once into wiped blocks, and compares the bytes. Raises WrongBytes."""
+        """Pulls once into zeroed blocks and compares the bytes. Raises WrongBytes."""
         size = case.block_bytes
         self.sink.ask("wipe", timeout_s=PULL_TIMEOUT_S, block_bytes=size, blocks=pull.blocks)
         self.move(way, case, [pull])
@@ -263,7 +274,9 @@ class Mover:
 
 
 def mover_of(name: str, peers: Mapping[str, Path] = MappingProxyType({})) -> Mover:
-    """The mover of that name, not started; `peers` are Pythons by name. Raises NotMovable."""
+    """Returns the mover of this name, which is not started yet. `peers` has the peers' Pythons by
+    name. Raises NotMovable.
+    """
     command = _command(name, peers)
     if name == "memcpy":
         both = Driven(name, command)
@@ -295,7 +308,7 @@ def _nixl_python(peers: Mapping[str, Path]) -> Path:
 
 
 def ways_of(mover: Mover, facts: Answer) -> Iterator[tuple[str, str]]:
-    """Pairs (mover, way) for each way that the mover knows."""
+    """Returns a pair (mover, way) for each way of the mover."""
     if not facts.get("ways"):
         raise DrivenFailed(mover.name, "it knows no way to move blocks", ())
     for way in facts["ways"]:

@@ -1,14 +1,14 @@
-"""Measures how fast movers move blocks: opens all of them, and has them move in turn.
+"""Measures the speed of movers: opens all movers, and lets each pull in turn.
 
-Before the first measurement all movers are open and have moved every case once, verified byte by
-byte. Then every repetition measures every way of every mover with every case once. Each repetition
-has an order of its own, so that other load affects all movers alike. While one mover works, all
-others wait in system calls.
+Before the first measurement, all movers are open and have carried out every case once, and the
+result is verified byte by byte. Then each repetition measures every case with every way of every
+mover once. Each repetition has its own order, so that other load affects all movers alike. While
+one mover works, all others wait in system calls.
 
-An open mover holds a pool of 96 MiB at each end; Baton's movers hold one for each block size. All
-movers together hold 3 GiB.
+An open mover has a pool of 96 MiB at each end. Baton's movers have one pool for each block size.
+All movers together use 3 GiB of memory.
 
-Computes the results of `bench kv` from its measured times. Pure.
+This module also computes the results of `bench kv` from the measured times:
 
 | result                                       | unit  |                                        |
 |----------------------------------------------|-------|----------------------------------------|
@@ -21,9 +21,9 @@ Computes the results of `bench kv` from its measured times. Pure.
 | first_token_after_handoff/<phase>/<transport>| ms    | from the first token to the second     |
 | background/cpu                               | %     | of all cores, used by other programs   |
 
-A backend's `limit` is the median of the limit's fastest way. Limits are results of their own too.
-The limit of a backend that pulls half of the heads is the backend itself with whole blocks.
-A peer's `ratio` is ours over theirs; for latencies, less than one is better.
+A backend's `limit` is the median of the fastest way of the limit's mover. Limits are also reported
+as results. If a backend pulls half of the heads, its limit is the same backend with whole blocks. A
+peer's `ratio` is ours over theirs; for latencies, less than one is better.
 """
 
 import statistics
@@ -40,14 +40,15 @@ from bench.lab.experiment import order_of
 from bench.lab.kv.cases import KvCase, KvPulls, Mover, NotMovable, WrongBytes, limit_of, ways_of
 from bench.processes.driven import DrivenFailed
 
-REQUIRED = ("shm", "zmq", "memcpy", "tcp", "slab")  # these work on every machine
-WARM_UP = -1  # not a repetition: its blocks are used nowhere else
+# movers that work on every machine; if one fails, the benchmark fails
+REQUIRED = ("shm", "zmq", "memcpy", "tcp", "slab")
+WARM_UP = -1  # repetition number of the warm-up; no other repetition uses its blocks
 IDLE_CHECK_S = 0.3
 
 
 @dataclass(frozen=True, slots=True)
 class TimeKey:
-    """The mover, way and case of a time."""
+    """The mover, way and case that a time belongs to."""
 
     mover: str
     way: str
@@ -59,25 +60,25 @@ class KvMeasured:
     """The times of all repetitions."""
 
     seconds: Mapping[TimeKey, tuple[float, ...]]  # one median for each repetition
-    background: tuple[float, ...] = ()  # share of the CPU that others used, by repetition
+    background: tuple[float, ...] = ()  # share of the CPU that other programs used, by repetition
     versions: Mapping[str, str] = field(default_factory=dict)
     missing: tuple[Missing, ...] = ()
 
     @property
     def movers(self) -> list[str]:
-        """Names of the movers that were measured."""
+        """Returns the names of the measured movers."""
         return list(dict.fromkeys(key.mover for key in self.seconds))
 
     @property
     def cases(self) -> list[KvCase]:
-        """The cases that were measured, by block size and number of blocks."""
+        """Returns the measured cases, by block size and number of blocks."""
         cases = dict.fromkeys(key.case for key in self.seconds)
         return sorted(cases, key=lambda case: (case.block_bytes, case.num_blocks))
 
 
 @dataclass(slots=True)
 class MoverContest:
-    """The movers that still run, by name. A mover that fails is removed."""
+    """The movers that are running, by name. A mover that fails is removed."""
 
     pulls: KvPulls
     movers: dict[str, Mover] = field(default_factory=dict)
@@ -97,12 +98,12 @@ class MoverContest:
         self.missing.append(Missing(name, reason))
 
     def sessions(self) -> list[int]:
-        """Session ids of all processes that still run."""
+        """Returns the session ids of all running mover processes."""
         processes = [process for mover in self.movers.values() for process in mover.processes]
         return [process.session for process in processes if process.session]
 
     def open(self, movers: Mapping[str, Callable[[], Mover]], stack: ExitStack, say: Say) -> None:
-        """Starts all movers at once and opens them one by one."""
+        """Starts all movers at once, then opens them one by one."""
         for name, made in movers.items():
             try:
                 mover = made()
@@ -124,7 +125,7 @@ class MoverContest:
                 self.versions[name] = str(facts["version"])
 
     def verify(self) -> None:
-        """Has every way of every mover move every case once, and compares the bytes."""
+        """Carries out every case once with every way of every mover, and compares the bytes."""
         for name, way in [*self.ways]:
             for case in self.pulls.cases:
                 if name not in self.movers:
@@ -135,7 +136,7 @@ class MoverContest:
                     self.drop(name, error)
 
     def repetition(self, repeat: int) -> Iterator[tuple[TimeKey, float]]:
-        """Yields the median seconds of each case's pulls."""
+        """Yields the median seconds of the pulls of each case."""
         pulls = {case: self.pulls.of(case, repeat) for case in self.pulls.cases}
         turns = [(name, way, case) for name, way in self.ways for case in pulls]
         for name, way, case in order_of(turns, self.pulls.seed, repeat):
@@ -151,7 +152,7 @@ class MoverContest:
 
 
 def contest(pulls: KvPulls, movers: Mapping[str, Callable[[], Mover]], say: Say) -> KvMeasured:
-    """Measures all movers.
+    """Opens, verifies and measures all movers.
 
     Raises DrivenFailed and WrongBytes if shared memory, ZeroMQ or one of their limits fails. Any
     other mover that fails is reported as missing.
@@ -179,17 +180,18 @@ def contest(pulls: KvPulls, movers: Mapping[str, Callable[[], Mover]], say: Say)
 
 
 GIB = 2**30
-PHASES = ("kv_wait", "decode_queue", "first_step")  # from the first token to the second
+# stages of the timeline between the first token and the second
+PHASES = ("kv_wait", "decode_queue", "first_step")
 TRANSFER = ("kv_transfer", "kv_exposed")
 AFTER_HANDOFF = "first_token_after_handoff"
-COMPILED = "c"  # the way of memcpy without Python in its loop
+COMPILED = "c"  # the way of memcpy whose loop is compiled
 
 Timeline = Mapping[str, float]  # seconds by stage
 
 
 @dataclass(frozen=True, slots=True)
 class Handoffs:
-    """Timelines of requests that were prefilled in one worker and decoded in another."""
+    """Timelines of requests whose prefill and decoding ran on different workers."""
 
     transport: str
     repetitions: tuple[tuple[Timeline, ...], ...]
@@ -203,7 +205,9 @@ def results(
     movers: Sequence[str],
     peers: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> tuple[Result, ...]:
-    """All results, in the order of the table above. `peers` has some movers' results, by name."""
+    """Returns all results, in the order of the table in this module's docstring. `peers` has
+    results of some movers, by name.
+    """
     found = [
         _result(measured, mover, case, peers=peers.get(mover, ()))
         for mover in movers
@@ -214,7 +218,7 @@ def results(
 
 
 def warnings(measured: KvMeasured, handoffs: Sequence[Handoffs] = ()) -> list[str]:
-    """A line for each reason not to trust the results."""
+    """Returns a line for each reason not to trust the results."""
     lines = [missing.warning for missing in measured.missing]
     if "memcpy" in measured.movers and all(key.way != COMPILED for key in measured.seconds):
         lines.append("no C compiler works here: memcpy is called from Python, which is slower")
@@ -246,7 +250,7 @@ def _median(measured: KvMeasured, mover: str, case: KvCase) -> float:
 
 
 def _best(measured: KvMeasured, mover: str, case: KvCase) -> tuple[float, ...]:
-    """The times of a mover's fastest way."""
+    """Returns the times of a mover's fastest way."""
     ways = [
         runs for key, runs in measured.seconds.items() if (key.mover, key.case) == (mover, case)
     ]

@@ -1,16 +1,17 @@
-"""This machine's limits for moving scattered blocks: memcpy and raw TCP.
+"""Measures this machine's limits for copying scattered blocks: memcpy and raw TCP.
 
     python -m bench.lab.kv.limits memcpy | tcp
 
-Driven by `bench.lab.kv.contest`.
+`bench.lab.kv.contest` drives this process.
 
 memcpy: one process and one thread, with one memcpy a block between two anonymous mappings. The
 mappings use huge pages if the system allows. There are two ways: a loop in C, and one in Python
 over ctypes.
 
-tcp: two processes on loopback. The sink requests with eight bytes, and the source sends only the
-blocks. Both use as few calls (`sendmsg`, `recvmsg_into`) with scattered buffers as the way's size
-of a call allows. The time runs from the sink's question.
+tcp: two processes on loopback. The sink sends a request of eight bytes, and the source answers with
+the blocks only. A way is a size of a system call. Both processes use as few calls with scattered
+buffers (`sendmsg`, `recvmsg_into`) as this size allows. The time begins when the sink sends its
+request.
 """
 
 import ctypes
@@ -46,17 +47,18 @@ void copy_blocks(const size_t *sinks, const size_t *sources, size_t num_blocks, 
 }
 """
 CALL_BYTES = {"256KiB": 256 * KIB, "1MiB": MIB, "4MiB": 4 * MIB}
-MAX_BUFFERS = 512  # in one call; Linux takes 1,024
+MAX_BUFFERS = 512  # buffers in one call; Linux accepts 1,024
 
 _clock = MonotonicClock()
 
 Addresses = npt.NDArray[np.uint64]
 Views = list[memoryview]
-Copy = Callable[[Addresses, Addresses, int], None]  # destination, source, bytes of each block
+# arguments: destination, source, bytes of each block
+Copy = Callable[[Addresses, Addresses, int], None]
 
 
 class Memcpy(TransferEnd):
-    """Source and sink in one process."""
+    """Source and sink in one process, copied by memcpy."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,20 +70,20 @@ class Memcpy(TransferEnd):
         self.facts: dict[str, object] = {"version": "", "ways": list(self._copies)}
 
     def open_source(self, pool_bytes: int, block_sizes: list[int]) -> dict[str, object]:
-        """Makes a mapping full of random bytes."""
+        """Makes a mapping and fills it with random bytes."""
         self._memory["source"] = PoolMemory(pool_bytes)
         fill(self._memory["source"].array, SOURCE_SEED)
         return {"source": None}
 
     def open_sink(self, pool_bytes: int, block_sizes: list[int], source: None) -> dict[str, object]:
-        """Makes a mapping and touches all its pages."""
+        """Makes a mapping and writes to all its pages."""
         self._memory["sink"] = PoolMemory(pool_bytes)
         return {}
 
     def pull(
         self, block_bytes: int, pulls: list[list[list[int]]], offers: list[None], way: str
     ) -> dict[str, object]:
-        """Copies. Addresses are computed before the clock starts."""
+        """Copies the blocks of each pull. Addresses are computed before the clock starts."""
         copy = self._copies[way]
         seconds = []
         for source_blocks, blocks in pulls:
@@ -93,7 +95,7 @@ class Memcpy(TransferEnd):
         return {"seconds": seconds}
 
     def rows(self, end: str, block_bytes: int) -> Any:
-        """The blocks of that end."""
+        """Returns the blocks of the source or of the sink."""
         return self._memory[end].blocks(block_bytes)
 
     def _addresses(self, end: str, block_bytes: int, blocks: Sequence[int]) -> Addresses:
@@ -103,7 +105,7 @@ class Memcpy(TransferEnd):
 
 
 def compiled_copy() -> Copy | None:
-    """The loop in C, or None if no compiler works."""
+    """Returns the copy loop in C; None if no compiler works."""
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         return None
@@ -130,9 +132,7 @@ def _copy_by_ctypes(sinks: Addresses, sources: Addresses, num_bytes: int) -> Non
 
 
 class RawTcp(TransferEnd):
-    """One end of raw TCP. A source sends the blocks that were offered last; a sink requests
-    them.
-    """
+    """One end of raw TCP. A source sends the blocks of the last offer; a sink requests them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class RawTcp(TransferEnd):
         self.facts: dict[str, object] = {"version": "", "ways": list(CALL_BYTES)}
 
     def open_source(self, pool_bytes: int, block_sizes: list[int]) -> dict[str, object]:
-        """Listens, and serves each connection."""
+        """Listens, and starts a thread that serves connections."""
         self.memory = PoolMemory(pool_bytes)
         fill(self.memory.array, SOURCE_SEED)
         listener = socket.create_server(("127.0.0.1", 0))
@@ -156,7 +156,7 @@ class RawTcp(TransferEnd):
         return {}
 
     def offer(self, block_bytes: int, pulls: list[list[int]], way: str) -> dict[str, object]:
-        """Prepares the answers to the sink's next questions."""
+        """Prepares the answers to the sink's next requests."""
         for blocks in pulls:
             self._offered.put(self._calls(block_bytes, blocks, way))
         return {"offers": [None] * len(pulls)}
@@ -164,7 +164,7 @@ class RawTcp(TransferEnd):
     def pull(
         self, block_bytes: int, pulls: list[list[list[int]]], offers: list[None], way: str
     ) -> dict[str, object]:
-        """Asks and receives, one pull after the other."""
+        """Carries out the pulls one after the other: sends a request and receives the blocks."""
         connection = self._connection
         assert connection is not None
         seconds = []
@@ -191,7 +191,7 @@ class RawTcp(TransferEnd):
 
 
 def calls_of(views: Views, num_bytes: int) -> Iterator[Views]:
-    """Groups buffers by system call, each of at most `num_bytes`; cuts larger buffers."""
+    """Groups buffers into system calls of at most `num_bytes` each. Larger buffers are cut."""
     size = min(num_bytes, len(views[0]))
     pieces = [view[i : i + size] for view in views for i in range(0, len(view), size)]
     per_call = min(MAX_BUFFERS, num_bytes // size)
@@ -213,7 +213,7 @@ def _receive(connection: socket.socket, views: Views) -> None:
 
 
 def unfinished(views: Views, num_bytes: int) -> Views:
-    """The rest of these buffers after their first `num_bytes`."""
+    """Returns what remains of these buffers after their first `num_bytes`."""
     for i, view in enumerate(views):
         if num_bytes < len(view):
             return [view[num_bytes:], *views[i + 1 :]]
@@ -225,7 +225,7 @@ MOVERS: dict[str, Callable[[], Any]] = {"memcpy": Memcpy, "tcp": RawTcp}
 
 
 def main() -> None:
-    """Answers commands until stdin ends."""
+    """Answers commands until standard input is closed."""
     out = stdout_for_answers()
     drive(MOVERS[sys.argv[1]], sys.stdin, out)
 

@@ -1,10 +1,9 @@
-"""How fast KV moves, beside this machine's limits and peers, and the delay that a handoff adds.
+"""Measures the speed of KV transfers, this machine's limits, and the delay of a hand-over.
 
-`bench.lab.kv.cases` lists what moves and who moves it. Handoffs are measured on `baton serve` as a
-user runs it. There are one prefill worker and one decode worker, each with one thread. Prompts
-arrive one at a time, so the figures measure the path and not a queue. Prompts have the same
-length and different beginnings, so every block is computed and moved. Figures are from gateway
-timelines.
+`bench.lab.kv.cases` lists the transfers and the movers. Hand-overs are measured on `baton serve` as
+a user runs it, with one prefill worker and one decode worker of one thread each. Prompts arrive one
+at a time, so the figures contain no queueing. Prompts have the same length and different prefixes,
+so every block is computed and moved. Figures are from gateway timelines.
 """
 
 from dataclasses import dataclass, replace
@@ -43,7 +42,7 @@ BACKENDS = ("shm", "zmq", "nixl")
 PEERS = ("mooncake", "nixl")
 HANDOFF_TRANSPORTS = ("zmq", "shm")
 REQUEST_TIMEOUT_S = 60.0
-OUTPUT_LEN = 4  # the second token ends the handoff
+OUTPUT_LEN = 4  # tokens of an answer; the second one ends the hand-over
 KV_MIB = 512
 
 
@@ -69,7 +68,7 @@ class KvStudy(Experiment):
     total_bytes: int = TOTAL_BYTES
 
     def __post_init__(self) -> None:
-        """Raises ConfigError, which names the option that is wrong."""
+        """Raises ConfigError, which names the wrong option."""
         check_choices("--backends", self.chosen, BACKENDS)
         if not self.sizes:
             raise ConfigError("--block-sizes: none given")
@@ -90,22 +89,26 @@ class KvStudy(Experiment):
 
     @property
     def chosen(self) -> tuple[str, ...]:
-        """Returns the backends."""
+        """Returns the backends to measure."""
         return tuple(dict.fromkeys(name for name in self.backends.split(",") if name))
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Returns the bytes of blocks."""
+        """Returns the block sizes in bytes."""
         return tuple(kib * KIB for kib in numbers_of("--block-sizes", self.block_sizes))
 
     @property
     def pieces(self) -> tuple[int, ...]:
-        """Returns the bytes of pieces of a record, where ranks hold half of the heads."""
+        """Returns the sizes in bytes of a record's pieces, for ranks that hold half of the
+        heads.
+        """
         return tuple(kib * KIB for kib in numbers_of("--shards", self.shards))
 
     @property
     def ours(self) -> tuple[str, ...]:
-        """Returns the movers that are Baton's: each backend, and with each split of the heads."""
+        """Returns Baton's movers: each backend, with whole blocks and with each split of the
+        heads.
+        """
         splits = [(name, piece) for name in SPLITS for piece in self.pieces]
         return self.chosen + tuple(
             f"{backend}-{name}-{size_name(piece)}"
@@ -115,29 +118,32 @@ class KvStudy(Experiment):
 
     @property
     def movers(self) -> tuple[str, ...]:
-        """Returns our movers, and the limits of the backends."""
+        """Returns our movers, and the movers that are their limits."""
         return self.ours + tuple(LIMIT_OF[backend] for backend in self.chosen)
 
     @property
     def pulls(self) -> KvPulls:
-        """Returns what all movers move."""
+        """Returns the pulls that all movers carry out."""
         return KvPulls(self.sizes, self.repeat, self.total_bytes, seed=self.seed)
 
     @property
     def title(self) -> str:
-        """Returns the line above the table."""
+        """Returns the title of the table."""
         runs = "once" if self.repeat == 1 else f"{self.repeat} times"
         return f"KV transfer, {self.total_bytes // MIB} MiB in scattered blocks, each case {runs}"
 
     def quick(self) -> Self:
-        """Returns a study under 50 s on two cores."""
+        """Returns a study that takes under 50 s on two cores."""
         return replace(self, block_sizes="64,1024", repeat=min(self.repeat, 3), is_quick=True)
 
     def measure(self, say: Say) -> Findings:
-        """Raises DrivenFailed and WrongBytes if a mover fails that works on every machine."""
+        """Runs the study. Raises DrivenFailed and WrongBytes if a mover fails that works on every
+        machine.
+        """
         handoffs, not_handed = self._handoffs(say) if self.handoff else ([], [])
         measured = self.run(say)
-        peers = [peer for peer in PEERS if peer != "nixl"]  # that is a limit
+        # bare NIXL counts as a limit, not as a peer
+        peers = [peer for peer in PEERS if peer != "nixl"]
         found = results(
             measured, handoffs, movers=self.movers, peers=dict.fromkeys(self.chosen, peers)
         )
@@ -146,7 +152,7 @@ class KvStudy(Experiment):
         return Findings(found, lines, config=notes)
 
     def run(self, say: Say) -> KvMeasured:
-        """Measures all movers."""
+        """Measures all movers and returns the results."""
         peers = {peer.name: peer.python for peer in peers_named(self.peer or (), PEERS)}
         names = (*self.movers, *(name for name in peers if name != "nixl"))
         movers = {name: partial(mover_of, name, peers) for name in names}
@@ -155,7 +161,9 @@ class KvStudy(Experiment):
     # ---------------------------------------------------------------- handoffs
 
     def _handoffs(self, say: Say) -> tuple[list[Handoffs], list[Missing]]:
-        """Measures handoffs over every transport. The second list has the failed ones."""
+        """Measures hand-overs over every transport. Returns the timelines and the transports that
+        failed.
+        """
         if find_spec("torch") is None:
             reason = "a worker needs torch (pip install 'baton-serve[worker]')"
             return [], [Missing("handoff", reason)]
@@ -169,7 +177,9 @@ class KvStudy(Experiment):
         return handoffs, missing
 
     def hand_over(self, transport: str) -> Handoffs:
-        """Timelines of all requests over one transport. Raises BatonError if there are none."""
+        """Returns the timelines of all requests over one transport. Raises BatonError if there are
+        none.
+        """
         checkpoint = cached_checkpoint(self.shape, self.seed)
         options: Options = {
             "--prefill": 1,

@@ -1,14 +1,15 @@
-"""One end of Baton's own transfers in a process of its own, driven by `bench.lab.kv.contest`.
+"""One end of Baton's transfers, as a process that `bench.lab.kv.contest` drives.
 
     python -m bench.lab.kv.worker MOVER
 
-A source or a sink is a `TransferEndpoint` over a `SharedPool`. There is one for each block size,
-because both ends must agree on it. If the mover splits the heads, there is one for each rank of the
-source. A sink is one rank always, and the block size is its records'.
+A source or a sink is a `TransferEndpoint` over a `SharedPool`. Each block size has its own
+endpoint, because both ends must have the same block size. If the mover splits the heads, each rank
+of the source has its own endpoint. A sink always has one rank. The block size is the size of the
+sink's records.
 
-A pull's time runs from its start until the endpoint reports `PullDone`, so it includes the proof
-that the blocks are good. The source is attached and the lease held before, as for a request that
-waits for its prefill.
+The time of a pull ends when the endpoint reports `PullDone`, so it includes the check that the
+blocks are valid. Before the pull starts, the source is attached and the lease is held, as for a
+request that waits for its prefill.
 """
 
 import queue
@@ -49,8 +50,8 @@ from kvtransfer.records import plan_pieces
 
 SOURCE_SEED = 1
 PULL_TIMEOUT_S = 30.0
-HOLD_S = 0.02  # time until leases count as held: many round trips on one host
-TIMING = Timing(ttl_s=600.0)  # long, because a lease waits while other movers are measured
+HOLD_S = 0.02  # seconds after which leases count as held: many round trips on one host
+TIMING = Timing(ttl_s=600.0)  # long leases, because a lease waits while other movers are measured
 
 _clock = MonotonicClock()
 
@@ -87,20 +88,20 @@ class OpenEndpoint:
         self.address = self._endpoint.open()
 
     def lease(self, blocks: Sequence[int]) -> LeaseRef:
-        """Leases these blocks, which are all ready."""
+        """Leases these blocks. All of them are ready."""
         lease_id = LeaseId(self._new_name())
         self._endpoint.perform(OpenLease(lease_id, len(blocks)))
         self._endpoint.perform(GrowLease(lease_id, tuple(map(BlockId, blocks))))
         return LeaseRef(lease_id, self.address, len(blocks))
 
     def hold(self, lease: LeaseRef) -> SeqId:
-        """Asks a source to hold a lease; returns the name under which to pull it."""
+        """Asks a source to hold a lease. Returns the name for pulling it."""
         seq_id = SeqId(self._new_name())
         self._endpoint.perform(HoldLease(seq_id, lease))
         return seq_id
 
     def pull(self, seq_id: SeqId, blocks: Sequence[int]) -> float:
-        """Pulls a held lease's blocks; returns the seconds it took. Raises TransferError."""
+        """Pulls the blocks of a held lease. Returns the seconds. Raises TransferError."""
         wanted = tuple(enumerate(map(BlockId, blocks)))
         begin_s = _clock.now_s()
         self._endpoint.perform(StartPull(seq_id, wanted))
@@ -134,7 +135,7 @@ class OpenEndpoint:
 
 
 class TransferWorker(TransferEnd):
-    """The sources or sinks of one transport, by block size. Its methods are its commands."""
+    """The sources or sinks of one transport, by block size. Each method is a command."""
 
     def __init__(self, transport: Transport, split: HeadSplit | None = None) -> None:
         super().__init__()
@@ -144,7 +145,7 @@ class TransferWorker(TransferEnd):
         self.facts: dict[str, object] = {"version": "", "ways": [""]}
 
     def open_source(self, pool_bytes: int, block_sizes: list[int]) -> dict[str, object]:
-        """Opens sources full of random bytes; returns their addresses."""
+        """Opens sources with random bytes. Returns the sources' addresses."""
         self._open("source", pool_bytes, block_sizes)
         for end in self._all():
             fill(end.pool.blocks, SOURCE_SEED)
@@ -153,14 +154,14 @@ class TransferWorker(TransferEnd):
     def open_sink(
         self, pool_bytes: int, block_sizes: list[int], source: object
     ) -> dict[str, object]:
-        """Opens sinks and touches all pages of their pools. Each offer names its source."""
+        """Opens sinks and writes to all pages of their pools. Each offer names its source."""
         self._open("sink", pool_bytes, block_sizes)
         for end in self._all():
             end.pool.blocks[:] = 0
         return {}
 
     def offer(self, block_bytes: int, pulls: list[list[int]], way: str) -> dict[str, object]:
-        """Leases out the blocks of each pull."""
+        """Leases the blocks of each pull."""
         return {"offers": [msgspec.to_builtins(self._lease(block_bytes, one)) for one in pulls]}
 
     def _lease(self, block_bytes: int, blocks: list[int]) -> LeaseRef:
@@ -184,12 +185,12 @@ class TransferWorker(TransferEnd):
         }
 
     def rows(self, end: str, block_bytes: int) -> Any:
-        """The blocks of the pool of this size, of the first rank."""
+        """Returns the blocks of the first rank's pool for this block size."""
         return self._ends[block_bytes][0].pool.blocks
 
     def digest(self, end: str, block_bytes: int, blocks: list[int]) -> dict[str, object]:
         """Hashes these blocks: the sink's actual blocks, or the source's blocks in the form that
-        the sink should get.
+        the sink should receive.
         """
         if self._split is None or end == "sink":
             return super().digest(end, block_bytes, blocks)
@@ -239,7 +240,7 @@ def _raise(event: Event | BaseException) -> NoReturn:
 
 
 def main() -> None:
-    """Answers commands until stdin ends."""
+    """Answers commands until standard input is closed."""
     out = stdout_for_answers()
     backend, split = split_of(sys.argv[1])
     with ExitStack() as stack:
