@@ -1,1 +1,1 @@
-"""HTTP: the OpenAI-compatible API in front of a router."""
+"""The gateway: the OpenAI-compatible HTTP API in front of the routers."""

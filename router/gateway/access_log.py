@@ -1,7 +1,8 @@
 """The access log: one line for each request over HTTP or gRPC, written when its answer has ended.
 
-A request costs one wrapped response head and one line; nothing is done per token. The query of a
-URL is left out, since clients put secrets there. Requests that the listener refuses are not logged.
+For each request, the log wraps the head of the response and writes one line. Tokens cost nothing.
+The query of a URL is left out, since clients put secrets there. Requests that the listener refuses
+are not logged.
 """
 
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ class AccessLine:
     client: str  # the client's address
     method: str
     path: str
-    status: int  # 0: the client left before a status was sent
+    status: int  # HTTP status; 0: the client left before a status was sent
     seconds: float
     key: str = ""  # the name of the API key
     request_id: str = ""  # the id that the client received

@@ -79,7 +79,7 @@ MANY_ITEMS = 256  # a thread checks bodies with more commas, which may have many
 NUM_IN_TURN = 16  # choices started or counted without a pause, some 0.1 ms each
 ID_HEADER = "x-request-id"
 TIMEOUT_HEADER = "x-request-timeout"
-MAX_ID_LEN = 128  # characters in a client's own request id
+MAX_ID_LEN = 128  # maximum characters of a client's own request id
 MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.001, 86_400.0
 
 _num_tokens = attrgetter("num_tokens")
@@ -154,7 +154,7 @@ class AnswerService:
         )
 
     async def answer(self, call: ApiCall, open: OpenWriter, meter: RequestMeter) -> None:
-        """Answers a call, and returns when the client has received the end of the answer.
+        """Answers a call. Returns when the client has received the end of the answer.
 
         Raises InvalidRequest if the call fails a check, before `open` is called.
         """
@@ -219,7 +219,7 @@ class AnswerService:
                 self._count(call, choice)
                 if not number % NUM_IN_TURN:
                     await turn()
-        finally:  # measured after the client has its last piece
+        finally:  # counted after the last piece was sent
             for choice in uncounted:
                 self._count(call, choice)
             if outcome is not None:

@@ -292,5 +292,5 @@ def version_of_baton() -> str:
     """Returns the version of Baton."""
     try:
         return importlib.metadata.version("baton-serve")
-    except importlib.metadata.PackageNotFoundError:  # run from a source tree
+    except importlib.metadata.PackageNotFoundError:  # Baton runs from a source tree
         return "0+unknown"

@@ -1,10 +1,10 @@
-"""Background work of a gateway, beside the answers to its clients."""
+"""Background work of a gateway: work that is not an answer to a waiting client."""
 
 from typing import Protocol
 
 
 class BackgroundPart(Protocol):
-    """One kind of background work."""
+    """One kind of background work, for example batches."""
 
     async def open(self) -> None:
         """Starts the work. The routers are already open."""
@@ -32,7 +32,7 @@ class BackgroundWork:
         self._parts: list[BackgroundPart] = []
 
     def add(self, part: BackgroundPart) -> None:
-        """Adds work that is not open yet."""
+        """Adds a part that is not open yet."""
         self._parts.append(part)
 
     async def open(self) -> None:

@@ -46,7 +46,7 @@ class ClientLeft(Exception):
 
 
 class Serve(Protocol):
-    """Answers one call of an endpoint."""
+    """A function that answers one call of an endpoint."""
 
     async def __call__(self, body: bytes, scope: Scope, meter: RequestMeter, send: Send) -> None:
         """Sends the answer.
@@ -68,7 +68,7 @@ class CallEndpoint:
         self._serve = serve
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request."""
+        """Reads and answers one request."""
         with RequestMeter(self._metrics) as meter:
             scope[METER] = meter
             exchange: Exchange | None = scope.get(EXCHANGE)
@@ -98,7 +98,7 @@ class HttpAnswers:
         self._service = AnswerService(parts, dialect, body_type)
 
     async def serve(self, body: bytes, scope: Scope, meter: RequestMeter, send: Send) -> None:
-        """Sends the answer, streamed or whole. Raises InvalidRequest."""
+        """Answers a call with a streamed or a whole answer. Raises InvalidRequest."""
 
         def writer(heading: Heading) -> AnswerWriter:
             if heading.call.body.stream:
@@ -118,7 +118,7 @@ class Invocations:
         self._parts = parts
 
     async def serve(self, body: bytes, scope: Scope, meter: RequestMeter, send: Send) -> None:
-        """Sends the answer. Raises InvalidRequest."""
+        """Answers a call at the endpoint of its body. Raises InvalidRequest."""
         pools, find = self._parts.parse_pools, partial(endpoint_of, body)
         is_long = len(body) >= LONG_BODY_BYTES
         name = await pools.run(tenant_of(scope).queue, len(body), find) if is_long else find()
@@ -134,7 +134,7 @@ def headers_of(headers: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
     This is faster than Starlette's mapping, which searches the whole list for each name.
     """
     texts = map(_decoded, chain.from_iterable(reversed(headers)))
-    return dict(zip(texts, texts, strict=True))  # names and values alternate
+    return dict(zip(texts, texts, strict=True))  # `texts` yields names and values by turns
 
 
 async def read_body(receive: Receive, config: GatewayConfig) -> bytes:
@@ -179,7 +179,7 @@ async def until_client_leaves(receive: Receive) -> AsyncIterator[None]:
             watcher = group.create_task(_wait_until_gone(receive))
             try:
                 yield
-            except InvalidRequest as error:  # a task group would wrap the error
+            except InvalidRequest as error:  # a task group would wrap the error in a group
                 refused = error
             watcher.cancel()
     except* ClientLeft:
@@ -188,7 +188,7 @@ async def until_client_leaves(receive: Receive) -> AsyncIterator[None]:
         if refused is not None:
             raise refused
     finally:
-        del refused  # its traceback refers to this frame
+        del refused  # the error's traceback has this frame
 
 
 async def _until_gone(exchange: Exchange, serving: Awaitable[None]) -> None:

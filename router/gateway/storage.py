@@ -2,7 +2,7 @@
 
 SQLite, in memory or in a file that all gateway processes of a machine share. Each process uses the
 database from one dedicated thread, so that no stream waits for a disk. A unit of work is one
-transaction: after `kill -9` it is either complete or absent.
+transaction: after `kill -9` a unit is either complete or absent.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ MAX_WAITING = 1024  # maximum waiting units of work; further units are refused
 LOG_PAUSE_S = 0.02
 BUSY_TIMEOUT_S = 10.0  # seconds; other processes lock the file for milliseconds
 
-# The whole schema. Each part of the gateway adds its tables here, with IF NOT EXISTS.
+# The whole schema. Each part of the gateway adds its tables to the schema, with IF NOT EXISTS.
 TABLES = BATCH_TABLES + RESPONSE_TABLES
 
 P = ParamSpec("P")
@@ -34,7 +34,10 @@ class Storage:
     """One process's connection to the database. `open` or the first use opens the connection."""
 
     def __init__(self, path: Path | None, tables: str = TABLES) -> None:
-        """`path` is the file; None: in memory, for this process only."""
+        """`path` is the file.
+
+        If `path` is None, the database is in memory, for this process only.
+        """
         self._path = path
         self._tables = tables
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="storage")

@@ -74,7 +74,9 @@ class ServedVersion:
 
     @property
     def max_len(self) -> int:
-        """The maximum tokens of a request that the context and the KV memory allow now."""
+        """The maximum tokens of one request: the limit of the context, or of the KV memory at
+        present.
+        """
         return min(self.context_len, self.port.capacity_tokens() or self.context_len)
 
 
@@ -347,7 +349,7 @@ class Tallies:
         return self._by_name.get(name) or VersionTally()
 
     def record(self, name: str, *, failed: bool, late: bool, num_tokens: int, now_s: float) -> None:
-        """Records the end of one answer."""
+        """Records the outcome and the length of one answer that has ended."""
         tally = self._by_name.get(name)
         if tally is None:
             tally = self._by_name[name] = VersionTally()

@@ -1,1 +1,1 @@
-"""From the router's updates to the bytes of an answer, whole or streamed."""
+"""Converts the router's updates to the bytes of an answer, which is sent whole or streamed."""

@@ -133,7 +133,7 @@ class TextBatch:
         return [i for i in range(taken.num_messages) if taken.taken[i] is None]
 
     def flush(self) -> None:
-        """Sends all added tokens now."""
+        """Converts all added tokens to text and sends the text now."""
         if not self._added:
             return
         added, self._added = self._added, []
@@ -146,7 +146,7 @@ class TextBatch:
         Tokens that complete no text produce no chunk.
         """
         paths, token_ids, times_s = zip(*added, strict=True)
-        paths[0].pipe.flush()  # parts of response bodies that were written before
+        paths[0].pipe.flush()  # sends parts of response bodies that were written before
         try:
             sockets = array("i", [path.pipe.socket() for path in paths])
             addresses = array("Q", [ctypes.addressof(path.text) for path in paths])

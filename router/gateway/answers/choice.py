@@ -99,7 +99,7 @@ class AnswerChoice:
     """
 
     num_at_once = PLAIN_AT_ONCE  # tokens handled without a pause, in some milliseconds
-    begins_with_scores = False  # True if the next piece has an entry for each token of the prompt
+    begins_with_scores = False  # True if the next piece has scores of the prompt's tokens
     awaited: PromptScores | None = None  # the first piece needs these log-probabilities
 
     def __init__(
@@ -120,7 +120,7 @@ class AnswerChoice:
         self.timeline: Timeline | None = None
         self.prompt = prompt
         self.num_reasoning_tokens = 0
-        self.logprobs = array("d")  # one per token, if the choice is scored
+        self.logprobs = array("d")  # one log-probability per token, if the choice is scored
         leads = not index % call.num_candidates
         # Token ids of a prompt's first choice, kept if its used blocks are reported to stores.
         self.noted_ids: list[int] | None = [] if call.notes is not None and leads else None

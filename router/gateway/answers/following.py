@@ -27,7 +27,7 @@ class Following:
     """Carries one answer from a router to a writer, with a sink for each choice."""
 
     def __init__(self, port: RequestPort, clock: Clock, writer: AnswerWriter, turn: Turn) -> None:
-        """`turn` is awaited before each piece of long work."""
+        """`turn` is awaited before each part of long work, so that tenants take turns."""
         self.clock = clock
         self.writer = writer
         self.turn = turn
@@ -97,7 +97,7 @@ class ChoiceSink:
         self._following = following
         self._writer = writer = following.writer
         self._is_alone = is_alone
-        self._path: FastPath | None = None  # None: Python handles all tokens
+        self._path: FastPath | None = None  # path through C++; None: Python handles all tokens
         pipe = writer.pipe if isinstance(writer, StreamedAnswer) else None
         if batch is not None and pipe is not None and isinstance(choice.state, NativeText):
             self._path = FastPath(batch, choice.state, pipe)

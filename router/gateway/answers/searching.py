@@ -46,7 +46,7 @@ class BeamRules:
     """The rules of one search. Lengths are in tokens."""
 
     width: int
-    end_ids: frozenset[int]  # tokens that end an answer
+    end_ids: frozenset[int]  # ids of tokens that end an answer
     prompt_len: int
     max_tokens: int  # maximum length of an answer
     length_penalty: float = 1.0
@@ -88,7 +88,7 @@ class BeamSearch:
 
     @property
     def is_over(self) -> bool:
-        """True if a further step could not change the best hypotheses."""
+        """True if further steps cannot change the best hypotheses."""
         if not self.open or self._num_tokens >= self._rules.max_tokens:
             return True
         if len(self._complete) < self._rules.width:

@@ -32,7 +32,7 @@ from router.text.logprobs import LogprobsWriter
 DONE = b"data: [DONE]\n\n"
 STREAM_HEADERS = {
     "cache-control": "no-cache",
-    "x-accel-buffering": "no",  # otherwise nginx would buffer events
+    "x-accel-buffering": "no",  # prevents nginx from buffering events
 }
 _ROLE = b',"delta":{"role":"assistant","content":""}'
 _CALLS = b',"delta":{"tool_calls":['
@@ -59,7 +59,7 @@ class EventWriter(AnswerWriter):
 
     @property
     def is_full(self) -> bool:
-        """True if the head is not sent yet, or some data is waiting to be sent."""
+        """True if the head of the response is not sent yet, or if data is waiting to be sent."""
         pipe = self.pipe
         return not (self._is_open and pipe is not None and pipe.is_ready and not self.unsent)
 
@@ -242,6 +242,6 @@ class _ChunkEncoder:
         return b',"logprobs":' + encode_lazy(scores)
 
     def _counted(self, choice: int, num_tokens: int) -> bytes:
-        """Returns the end of a chunk with the choice's usage so far."""
+        """Returns the end of a chunk, with the token counts of the choice so far."""
         usage = usage_of(len(self._call.requests[choice].token_ids), num_tokens)
         return b',"usage":' + _encode(usage) + b"}\n\n"

@@ -39,7 +39,7 @@ SHORT_NUMBERS = 8192  # maximum numbers of a short answer of embeddings, also 1 
 
 
 def whole_answer(heading: Heading, send: Send) -> AnswerWriter:
-    """Returns the writer of an answer that is not streamed."""
+    """Returns a writer that sends the whole answer when it is complete."""
     form = heading.call.embedding
     if form is not None:
         return EmbeddingAnswer(heading, form, send)
@@ -68,7 +68,7 @@ class KeptChoice:
         return self._reasoning.getvalue()
 
     def add(self, piece: AnswerPiece) -> None:
-        """Adds the next piece."""
+        """Adds the next piece of the choice."""
         self.last = piece
         self._text.write(piece.text)
         self._reasoning.write(piece.reasoning)
@@ -176,7 +176,7 @@ class EmbeddingAnswer(CompleteWriter):
         self._are_numbers = True  # False once an embedding has an infinite value or NaN
 
     def write(self, piece: AnswerPiece) -> None:
-        """Keeps the embedding of a piece."""
+        """Keeps the embedding in a piece, if the piece has one."""
         if piece.embedding:
             self._found[piece.choice] = piece.embedding
             self._are_numbers = self._are_numbers and are_numbers(piece.embedding, self._form)
@@ -192,7 +192,7 @@ class EmbeddingAnswer(CompleteWriter):
         return len(self._found) * self._form.size <= SHORT_NUMBERS
 
     def _body(self, ending: Ending) -> EmbeddingList:
-        """Returns the whole answer."""
+        """Returns the whole answer with all embeddings, not encoded yet."""
         heading = self._heading
         data: Any = LazyItems(range(len(self._found)), self._item)
         fields = heading.fields(heading.dialect.object_name)

@@ -40,7 +40,7 @@ from router.text.logprobs import (
 
 DECISION_HEADER = "x-baton-decision"
 TIMELINE_HEADER = "x-baton-timeline"
-IGNORED_HEADER = "x-baton-ignored"  # lists ignored fields of a request
+IGNORED_HEADER = "x-baton-ignored"  # header that lists the ignored fields of a request
 TIMED_OUT = "request_timeout"  # error code of an answer that exceeded the client's timeout
 MAX_RETRY_AFTER_S = 3600.0
 
@@ -71,7 +71,7 @@ class Dialect:
         logprobs: Mapping[str, Any] | None,
         reasoning: str = "",
     ) -> ChatChoice | CompletionChoice:
-        """Returns a choice of an answer that is not streamed."""
+        """Returns a choice for an answer that is not streamed."""
         scores, finish = cast("Any", logprobs), cast("Any", finish_reason)
         if not self.is_chat:
             return CompletionChoice(index=0, finish_reason=finish, text=text, logprobs=scores)
@@ -103,7 +103,7 @@ def _whole_calls(deltas: Sequence[CallDelta]) -> list[ShownCall]:
 
 
 def reasoning_fields(text: str) -> dict[str, str]:
-    """Returns reasoning under both names that clients read: DeepSeek's, and vLLM's newer one."""
+    """Returns reasoning under both names that clients read: DeepSeek's, and vLLM's newer name."""
     return {"reasoning_content": text, "reasoning": text}
 
 
@@ -144,7 +144,7 @@ COMPLETION = Dialect(
 
 
 class Heading(msgspec.Struct, frozen=True):
-    """The common part of all chunks and choices of one answer."""
+    """The values that all chunks and choices of one answer share."""
 
     dialect: Dialect
     call: CheckedCall
@@ -152,7 +152,7 @@ class Heading(msgspec.Struct, frozen=True):
     choices: Sequence[AnswerChoice]
     use: KeyUse | None  # remaining quota of the key; None if the key has no limits
     trace_headers: Mapping[str, str]  # W3C trace context of the answer; empty if it has no trace
-    turn: Turn  # awaited before each piece of long work
+    turn: Turn  # awaited before each part of long work
 
     @property
     def headers(self) -> dict[str, str]:
@@ -276,7 +276,7 @@ class AnswerWriter(Protocol):
 
     @property
     def is_full(self) -> bool:
-        """True if pieces that are written now have to wait for `flush`."""
+        """True if further pieces would have to wait for `flush`."""
         return False
 
     def write(self, piece: AnswerPiece) -> None:

@@ -29,7 +29,7 @@ class CapturedAnswer:
 
     @property
     def body(self) -> bytes:
-        """The JSON body of the response."""
+        """The JSON body of the captured response."""
         return bytes(self._body)
 
     async def refuse(self, error: InvalidRequest) -> None:

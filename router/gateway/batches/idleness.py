@@ -25,7 +25,7 @@ LEAST_STEP_S = 0.002  # minimum bound on a worker's prompt time; one prompt is a
 
 @dataclass(frozen=True, slots=True)
 class PoolsLoad:
-    """The load of a gateway's pools, and its other requests."""
+    """The load of a gateway's pools, and the number of requests at the gateway."""
 
     workers: tuple[WorkerStatus, ...]
     num_other: int  # requests of clients that run at this gateway now
@@ -95,7 +95,7 @@ class Idleness:
         self._busy_s = max(self._busy_s, now_s)
 
     def num_beside(self, load: PoolsLoad) -> int:
-        """Returns the number of batch requests that may run beside other work."""
+        """Returns the number of batch requests that may run while other work runs."""
         if not (load.is_ready and self._share):
             return 0
         return floor(self._share * num_places(load.workers, load.num_running))

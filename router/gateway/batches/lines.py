@@ -7,7 +7,7 @@ import msgspec
 
 from router.gateway.batches.records import LineFault
 
-MAX_CUSTOM_ID_LEN = 512  # characters
+MAX_CUSTOM_ID_LEN = 512  # maximum characters of a `custom_id`
 RETRIED = frozenset({429, 503})  # HTTP statuses after which a request is tried again
 
 _encode = msgspec.json.Encoder().encode

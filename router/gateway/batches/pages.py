@@ -105,7 +105,7 @@ class BatchPages:
 
         return page
 
-    # ------------------------------------------------------------ files
+    # ------------------------------------------------------------ handlers of /v1/files
 
     async def upload(self, request: HttpRequest, tenant: Tenant) -> Response:
         """POST /v1/files."""
@@ -209,7 +209,7 @@ class BatchPages:
             tables.find_file, tenant=tenant.owner, file_id=file_id, now_s=unix_time_s()
         )
 
-    # ------------------------------------------------------------ batches
+    # ------------------------------------------------------------ handlers of /v1/batches
 
     async def create(self, request: HttpRequest, tenant: Tenant) -> Response:
         """POST /v1/batches."""

@@ -90,7 +90,10 @@ class LineFault(msgspec.Struct, frozen=True):
 
 
 class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A batch. Times are Unix time, in seconds; `ending` is its status after the last output."""
+    """A batch.
+
+    Times are Unix time, in seconds; `ending` is the status after all output is written.
+    """
 
     id: str
     tenant: str  # the `owner` of a `router.access.limits.Tenant`

@@ -53,7 +53,7 @@ REST_S = 1.0  # seconds between iterations while all batches are finished
 RENEW_EVERY_S = 2.0
 CLEAN_EVERY_S = 30.0
 START_TIMEOUT_S = 1.0  # maximum wait until a started line reaches the gate
-MAX_KEEPING = 64  # answered lines whose results are not stored yet
+MAX_KEEPING = 64  # maximum answered lines whose results are not stored yet
 PAGE_LINES = 64
 MAX_LOST = 5  # losses of workers after which a request is not tried again
 LOST = frozenset({"request_failed"})
@@ -132,7 +132,7 @@ class BatchRunner:
         """
         self._storage = parts.storage
         self._versions = parts.versions
-        self._metrics = parts.metrics  # metrics of requests outside batches
+        self._metrics = parts.metrics  # metrics of clients' requests
         self._clock = parts.clock
         self._max_line_bytes = parts.settings.gateway.max_body_bytes
         self._endpoints = endpoints
@@ -141,12 +141,12 @@ class BatchRunner:
         self._quiet = quiet
         self._unix_s = unix_s
         self._owner = secrets.token_hex(16)
-        self._jobs: dict[str, _Job] = {}  # oldest first
+        self._jobs: dict[str, _Job] = {}  # by batch id, oldest first
         self._task: asyncio.Task[None] | None = None
         self._renew_at_s = 0.0
         self._clean_at_s = 0.0
         self._is_owner = False
-        self._num_beside = 0  # batch requests that may run beside other work
+        self._num_beside = 0  # batch requests that may run during other work
         self._woken = asyncio.Event()  # set when the next iteration is due
         self._moved = asyncio.Event()  # set when a line reached the gate, or ended
         self.num_by_outcome: Counter[str] = Counter(
@@ -165,7 +165,7 @@ class BatchRunner:
         """The number of unfinished batches if this process runs batches; otherwise 0."""
         return len(self._jobs)
 
-    # ------------------------------------------------------------ life
+    # ------------------------------------------------------------ opening and closing
 
     async def open(self) -> None:
         """Starts to run batches."""
@@ -241,7 +241,7 @@ class BatchRunner:
         await self._start_lines()
 
     async def _renew(self) -> None:
-        """Takes or extends the lease, and reads the batches."""
+        """Takes or extends the lease, and reads the unfinished batches."""
         owner, now_s = self._owner, self._unix_s()
 
         def work(connection: sqlite3.Connection) -> list[BatchRecord] | None:
@@ -278,7 +278,7 @@ class BatchRunner:
         while await self._storage.run(tables.delete_old_files, now_s=now_s):
             self.events["file removed"] += 1
 
-    # ------------------------------------------------------------ one batch
+    # ------------------------------------------------------------ work on one batch
 
     async def _try_to_advance(self, job: _Job) -> None:
         try:
@@ -323,12 +323,12 @@ class BatchRunner:
         elif batch.status is not BatchStatus.IN_PROGRESS and not self._metrics.num_in_flight:
             self._woken.set()
 
-    # ------------------------------------------------------------ lines
+    # ------------------------------------------------------------ work on the lines of batches
 
     async def _start_lines(self) -> None:
         """Starts lines while the gate has room, one line per tenant in turn."""
         while self._gate.num_free > 0:
-            # Lines whose results are being stored have left the gate.
+            # Lines whose results are being stored are no longer at the gate, so tasks are counted.
             num_tasks = sum([len(job.tasks) for job in self._jobs.values()])
             if num_tasks >= self._gate.num_allowed + MAX_KEEPING:
                 return
@@ -361,7 +361,7 @@ class BatchRunner:
         return None
 
     async def _answer(self, job: _Job, line: _WaitingLine) -> None:
-        """Answers a line and stores its result, or schedules another try."""
+        """Answers a line. Stores the result, or schedules another try."""
         batch, answer = job.batch, CapturedAnswer()
         endpoint = self._endpoints.get(batch.endpoint)
         line.tries += 1

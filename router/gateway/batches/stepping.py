@@ -33,7 +33,7 @@ class BatchGate:
     """Lets at most `num_allowed` requests run. The other requests wait, oldest first."""
 
     def __init__(self) -> None:
-        self._requests: dict[SteppingRequest, None] = {}  # oldest first
+        self._requests: dict[SteppingRequest, None] = {}  # an ordered set, oldest first
         self.num_allowed = 0
         self.has_time: Callable[[], bool] = lambda: True  # must be true to let a request in
         self.on_request: Callable[[], object] = lambda: None  # called for each new request
@@ -52,7 +52,7 @@ class BatchGate:
 
     @property
     def num_waiting(self) -> int:
-        """The number of requests that wait to run, paused or new."""
+        """The number of requests that wait to run, including paused requests."""
         return len(self._requests) - self.num_running
 
     @property
@@ -161,7 +161,7 @@ class SteppingRequest:
         self._request = _in_background(request)
         self._tokens: list[int] = []  # tokens of the answer so far
         self._num_parts = 0
-        self._num_cached: int | None = None  # cached prompt tokens in the first part
+        self._num_cached: int | None = None  # cached prompt tokens of the first part
         self._part: Handle | None = None
         self._has_token = False  # True once the present part has produced a token
 
@@ -184,7 +184,7 @@ class SteppingRequest:
             self._sink.fail(VersionLeaves())
 
     def tokens(self, token_ids: Sequence[int], now_s: float) -> None:
-        """Receives tokens of the present part."""
+        """Records tokens of the present part, and passes them to the sink."""
         self._record(token_ids)
         self._sink.tokens(token_ids, now_s)
 
@@ -210,11 +210,11 @@ class SteppingRequest:
         self._sink.update(update)
 
     def fail(self, error: Exception) -> None:
-        """Receives an unexpected error."""
+        """Passes an unexpected error to the sink."""
         self._sink.fail(error)
 
     def cancel(self) -> None:
-        """Cancels the request."""
+        """Cancels the request at the gate and at its router."""
         self._gate.leave(self)
         if self._part is not None:
             self._part.cancel()

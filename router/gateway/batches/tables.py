@@ -115,7 +115,7 @@ MAX_ACTIVE_BATCHES = 64  # maximum unfinished batches per tenant
 MAX_KEPT_BATCHES = 10_000  # maximum batches per tenant; the oldest ended ones are removed
 SLICE_LINES = 200  # maximum lines per transaction
 SLICE_BYTES = 2**18
-UPLOAD_SILENCE_S = 600  # seconds without a new piece after which an upload is removed
+UPLOAD_SILENCE_S = 600  # seconds without a new piece until an upload is removed
 
 Connection = sqlite3.Connection
 
@@ -133,7 +133,7 @@ class Page:
     is_ascending: bool = False  # True: oldest row first
 
 
-# ---------------------------------------------------------------- files
+# ---------------------------------------------------------------- the table of files
 
 
 def begin_file(
@@ -215,7 +215,7 @@ def _check_quota(
 def complete_file(
     connection: Connection, file_id: str, *, filename: str, expires_s: int | None
 ) -> FileRecord:
-    """Makes a file visible and returns it."""
+    """Makes a file visible to its tenant, and returns its record."""
     connection.execute(
         "UPDATE files SET touched_s = NULL, filename = ?, expires_s = ? WHERE id = ?",
         (filename, expires_s, file_id),
@@ -283,7 +283,7 @@ def delete_old_files(connection: Connection, now_s: int) -> int:
     return 1
 
 
-# ---------------------------------------------------------------- batches
+# ---------------------------------------------------------------- the table of batches
 
 
 def create_batch(connection: Connection, batch: BatchRecord, now_s: int) -> BatchRecord:
@@ -345,11 +345,11 @@ def cancel_batch(connection: Connection, tenant: str, batch_id: str, now_s: int)
     return _enter(connection, batch, BatchStatus.CANCELLING, cancelling_s=now_s, ending=ending)
 
 
-# ---------------------------------------------------------------- the runner
+# ---------------------------------------------------------------- functions for the runner
 
 
 def take_lease(connection: Connection, owner: str, now_s: int) -> bool:
-    """Takes or extends the right to run batches. Returns False if another process has it.
+    """Takes or extends the right to run batches. Returns False if another process has the right.
 
     A lease that ends too far in the future is ignored: it was written before the wall clock was set
     back.
@@ -536,7 +536,7 @@ def line_id(batch_id: str, number: int) -> str:
     return f"batch_req_{batch_id.removeprefix('batch_')}_{number}"
 
 
-# ---------------------------------------------------------------- parts of these
+# ---------------------------------------------------------------- private functions
 
 
 def _unanswered(batch_id: str, number: int, custom_id: str, ending: BatchStatus) -> bytes:

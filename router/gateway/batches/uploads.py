@@ -55,14 +55,17 @@ class UploadForm:
             raise _malformed(str(error)) from error
 
     def feed(self, data: bytes) -> None:
-        """Parses more of the body. Raises ApiError."""
+        """Parses the next part of the body. Raises ApiError."""
         try:
             self._parser.write(data)
         except FormParserError as error:
             raise _malformed(str(error)) from error
 
     def finish(self) -> tuple[str, Mapping[str, str]]:
-        """Returns the file's name and other fields. Raises ApiError if the form is incomplete."""
+        """Ends parsing.
+
+        Returns the file's name and the other fields. Raises ApiError if the form is incomplete.
+        """
         if not self._is_complete:
             raise _malformed("it ends in the middle")
         if self._filename is None:

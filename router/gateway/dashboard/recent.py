@@ -283,7 +283,7 @@ MAX_STALLS = 32  # maximum stalls kept per answer, latest stalls
 
 
 class RatesSeen(NamedTuple):
-    """The result of one check of all running answers."""
+    """The result of one check of all running answers: rates, longest wait and stalls."""
 
     ttft: TimeSpread | None
     tpot: TimeSpread | None

@@ -38,7 +38,7 @@ class Spent(msgspec.Struct, frozen=True):
     Routing and hidden transfers are left out.
     """
 
-    queued_s: float = 0.0  # waiting for a worker, in a worker, and for KV
+    queued_s: float = 0.0  # waits for a worker, in a worker, and for KV
     prefill_s: float = 0.0
     decode_s: float = 0.0
     stalled_s: float = 0.0
@@ -185,7 +185,7 @@ class RunningAnswer(Protocol):
 
     @property
     def request(self) -> Request:
-        """The request of the answer."""
+        """The router's request for the answer."""
         ...
 
     @property
@@ -228,7 +228,7 @@ class Hits(msgspec.Struct):
 
     prompt_tokens: int = 0
     local: int = 0  # found in the cache of the prefill worker
-    peer: int = 0  # pulled from another worker's cache
+    peer: int = 0  # pulled from the cache of another worker or of a store
     infinite: int = 0
 
 

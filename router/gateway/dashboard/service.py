@@ -39,7 +39,7 @@ from router.inbox.api_errors import ApiError
 log = logging.getLogger(__name__)
 
 SAMPLE_EVERY_S = 1.0
-MAX_SUBSCRIBERS = 32  # per process
+MAX_SUBSCRIBERS = 32  # maximum subscribers per process
 MAX_UNREAD = 8  # unread frames after which a subscriber is disconnected
 
 QUESTION = "dashboard"  # name of the query to other gateway processes
@@ -50,7 +50,7 @@ _unpack = msgspec.msgpack.Decoder(ProcessPart).decode
 
 
 class Feed:
-    """The subscribers of one stream."""
+    """A stream of frames and its subscribers."""
 
     def __init__(self) -> None:
         self._queues: set[asyncio.Queue[bytes | None]] = set()
@@ -95,7 +95,7 @@ class Feed:
                 queue.put_nowait(frame)
 
     def close(self) -> None:
-        """Ends all streams."""
+        """Ends the streams of all subscribers."""
         self._is_closed = True
         for queue in list(self._queues):
             self._end(queue)
@@ -145,11 +145,11 @@ class Dashboard:
         self._task = asyncio.create_task(self._watch())
 
     def stop_draining(self) -> None:
-        """Ends all streams now."""
+        """Ends the streams of all subscribers now."""
         self.feed.close()
 
     async def close(self, timeout_s: float) -> None:
-        """Ends all streams, and stops sampling."""
+        """Ends the streams of all subscribers, and stops sampling."""
         self.feed.close()
         self._closing.set()
         if self._task is not None:
@@ -225,7 +225,7 @@ class Dashboard:
         return _frame(b"state", _encode(self.state()))
 
     async def tick(self) -> None:
-        """Takes a sample, and sends the changes to subscribers."""
+        """Takes a sample, and sends the changes of the state to all subscribers."""
         versions = self._versions
         self._recent.sample(
             self._clock.now_s(),

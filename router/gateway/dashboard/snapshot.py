@@ -67,7 +67,7 @@ class Blocks(msgspec.Struct, frozen=True):
     owned: int
     leased: int
     in_flight: int
-    total: int  # blocks of the pool
+    total: int  # size of the pool, in blocks
     lost: int
 
 
@@ -166,7 +166,7 @@ class DashboardState(msgspec.Struct, frozen=True):
     missing: str | None
     bounds: Bounds
     queue: int
-    queue_s: float  # predicted seconds for one worker to compute the queue
+    queue_s: float  # predicted seconds in which one worker could compute the queued prompts
     in_flight: int
     totals: Totals
     hits: Hits
@@ -255,7 +255,9 @@ def counts_of(
     loads: Sequence[LoadReport],
     news: ClusterReport | None,
 ) -> list[Count]:
-    """Returns event counts of the routers, the workers and the pools; trouble comes first."""
+    """Returns event counts of the routers, the workers and the pools; events that mean trouble come
+    first.
+    """
     found = [
         Count("router", event, reason, number, is_trouble=_is_trouble(event, reason))
         for (event, reason), number in router.items()

@@ -22,10 +22,10 @@ from router.inbox.json_values import seconds_in
 
 SESSION_HEADER = "x-baton-session"
 KEEP_HEADER = "x-baton-keep-s"
-MAX_SESSION_LEN = 128  # characters
+MAX_SESSION_LEN = 128  # maximum characters of a session's name
 MIN_KEEP_S = 0.001
-SESSION_PATTERN = f"^[!-~]{{1,{MAX_SESSION_LEN}}}$"  # visible ASCII
-ID_BYTES = 16  # length of the digest; ids are its hexadecimal digits
+SESSION_PATTERN = f"^[!-~]{{1,{MAX_SESSION_LEN}}}$"  # the name of a session: visible ASCII
+ID_BYTES = 16  # bytes of a digest; an id is the digest in hexadecimal
 
 _SESSION = re.compile(SESSION_PATTERN.removesuffix("$") + r"\Z")
 
@@ -39,7 +39,7 @@ class SessionClaim(msgspec.Struct, frozen=True):
 
 
 def claim_of(headers: Mapping[str, str], tenant: Tenant, secret: Secret) -> SessionClaim | None:
-    """Returns the claim in the headers of a call; None if there is none. Raises ApiError."""
+    """Returns the session claim in the headers of a call; None without a claim. Raises ApiError."""
     text, keep = headers.get(SESSION_HEADER), headers.get(KEEP_HEADER)
     if text is None:
         if keep is not None:

@@ -1,4 +1,4 @@
-"""The endpoints that end sessions and pin prompts in the stores of KV blocks.
+"""The endpoints with which clients end sessions, and pin prompts in the stores of KV blocks.
 
 A pin has the body of a chat completion or of a completion. The body is checked and tokenised by the
 same code as a request, so an equal request looks up the same blocks. The gateway keeps no pins:

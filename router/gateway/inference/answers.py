@@ -23,7 +23,7 @@ from router.machine.requests import Finished, Outcome
 from router.text.logprobs import Entry, prompt_logprobs
 
 FINAL = "triton_final_response"
-IGNORED = "baton_ignored"  # lists ignored fields of a request
+IGNORED = "baton_ignored"  # response parameter that lists the ignored fields of a request
 _GOES_ON = b"None"  # finish reason of a running choice, as in Triton's vLLM backend
 
 Send = Callable[[Any], Awaitable[None]]
@@ -73,7 +73,7 @@ class WholeInference(AnswerWriter):
 
 
 class StreamedInference(AnswerWriter):
-    """Sends a response for each piece."""
+    """Sends a response for each piece of the answer."""
 
     def __init__(self, heading: Heading, form: AnswerForm, send: Send, fail: Fail) -> None:
         self._heading = heading
@@ -82,11 +82,11 @@ class StreamedInference(AnswerWriter):
         self._fail = fail
         self._unsent: list[AnswerPiece] = []
         self._unfinished = len(heading.call.requests)
-        self._counted = [0] * len(heading.call.requests)  # tokens reported so far, by choice
+        self._counted = [0] * len(heading.call.requests)  # by choice: tokens reported so far
         self._sums = [0.0] * len(
             heading.call.requests
         )  # sums of log-probabilities so far, by choice
-        self._last: Any = None  # the response that ends the answer
+        self._last: Any = None  # the last response, which `end` sends
 
     @property
     def is_full(self) -> bool:

@@ -5,11 +5,11 @@ The tensors have the names of Triton's vLLM backend. All tensors except the prom
     text_input               BYTES   a prompt, or several as a batch; or
     input_ids                INT32 or INT64 [tokens] or [1, tokens], a prompt
     sampling_parameters      BYTES   a JSON object with fields of /v1/completions
-    stream                   BOOL    true: pieces of the answer as they come
+    stream                   BOOL    true: send each piece of the answer at once
     exclude_input_in_output  BOOL    false: the text begins with the prompt, the default of a
                                      whole answer; a stream cannot
     return_finish_reason, return_cumulative_logprob, return_logprobs, return_num_input_tokens,
-    return_num_output_tokens  BOOL   more outputs
+    return_num_output_tokens  BOOL   true: send this further output
 
 Fields may also be `parameters` of the request. Numbers may be texts, as in Triton's examples. The
 body is handled like an HTTP body, so that checks and error messages are the same as over HTTP.
@@ -76,7 +76,7 @@ class AnswerForm:
     outputs: frozenset[str]
     is_raw: bool
     streams: bool
-    has_prompt: bool  # True if the text begins with the prompt
+    has_prompt: bool  # True if the output text begins with the prompt
     prompts: tuple[str, ...] | None  # None: the client gave token ids
 
     @property
@@ -150,7 +150,7 @@ def _fields(request: Any, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any]
 
 
 def _outputs(request: Any, switches: Mapping[str, bool | None]) -> frozenset[str]:
-    """Returns the outputs that the request names or switches on."""
+    """Returns the names of outputs that the request lists or switches on."""
     named = [each.name for each in request.outputs]
     for name in named:
         if name not in OUTPUTS:

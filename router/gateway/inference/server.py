@@ -30,16 +30,16 @@ from router.gateway.versions import Versions
 
 MORE_MESSAGE_BYTES = 64 * 2**10  # maximum bytes of a message outside its tensors
 MAX_CALLS_PER_CONNECTION = 256
-KEEPALIVE_S = 30  # seconds between pings to a silent client
+KEEPALIVE_S = 30  # seconds without traffic after which a client is pinged
 KEEPALIVE_TIMEOUT_S = 10
 MAX_IDLE_S = 60  # seconds without a call until disconnection; clients reconnect by themselves
 CLIENT_PINGS_S = 10  # minimum seconds between pings of a client
-LOOK_EVERY_S = 0.5  # seconds between updates of health from readiness
+LOOK_EVERY_S = 0.5  # seconds between updates of gRPC's health
 INNER = "inner-"  # prefix of the Unix socket's name on which gRPC's library listens
 MAX_SMALL_BYTES = 4096  # maximum bytes of a message of a method that needs no key
 MAX_STREAMS = 256  # maximum streams of methods that need no key, over all clients
 _CODES = grpc.StatusCode
-_NO_COMPRESSION = 1  # bit mask of allowed algorithms
+_NO_COMPRESSION = 1  # bit mask of allowed compression algorithms
 
 
 class InferenceServer:
@@ -74,7 +74,7 @@ class InferenceServer:
         return await self._open(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
 
     async def open_on(self, sock: socket.socket, directory: Path, process: str) -> int:
-        """Serves a listening socket that is shared with other processes. Returns its port.
+        """Serves a listening socket that other processes share. Returns its port.
 
         gRPC listens on a separate Unix socket in `directory`, which only the directory's user may
         enter. Raises ConfigError.
@@ -200,7 +200,9 @@ def _credentials(tls: TlsFiles) -> Any:
 
 
 class SmallMessages(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Applies the limits to every method whose messages gRPC's library parses."""
+    """Applies limits to the messages and streams of methods whose messages gRPC's library
+    parses.
+    """
 
     def __init__(self) -> None:
         self._num_streams = 0

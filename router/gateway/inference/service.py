@@ -48,7 +48,7 @@ from router.machine.requests import Outcome
 
 log = logging.getLogger(__name__)
 
-GRPC = "GRPC"  # shown as the method in the access log
+GRPC = "GRPC"  # method name in the access log
 SERVICE = "inference.GRPCInferenceService"
 MAX_CALLS_IN_STREAM = 64  # requests of a stream answered at the same time; later ones wait
 LONG_REQUEST_BYTES = 65_536  # a thread reads longer requests, in milliseconds
@@ -140,7 +140,7 @@ class InferenceService:
         self._answers = AnswerService(parts, COMPLETION, CompletionBody)
 
     def handler(self) -> Any:
-        """Returns the generic handler for a gRPC server."""
+        """Returns the handler of all methods, for a gRPC server."""
         infer = grpc.stream_unary_rpc_method_handler(  # reads one message itself
             self.infer, None, pb.ModelInferResponse.SerializeToString
         )
@@ -165,7 +165,7 @@ class InferenceService:
         return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
     def _logged(self, name: str, method: _Method) -> _Method:
-        """Adds a line of the access log to a method."""
+        """Returns the method, wrapped so that each call writes a line of the access log."""
 
         async def run(request: Any, context: Any) -> Any:
             start_s, status = self._parts.clock.now_s(), 0
@@ -182,24 +182,27 @@ class InferenceService:
 
         return run
 
-    # ------------------------------------------------------------ states, without a key
+    # ------------------------------------------------------------ methods that need no key
 
     async def server_live(self, _: Any, __: Any) -> Any:
-        """Reports that the process is alive."""
+        """Returns True in `live`, as the process is alive."""
         return pb.ServerLiveResponse(live=True)
 
     async def server_ready(self, _: Any, __: Any) -> Any:
-        """Reports whether requests can be served."""
+        """Returns in `ready` if requests can be served."""
         return pb.ServerReadyResponse(ready=self._parts.versions.readiness() is None)
 
     async def server_metadata(self, _: Any, __: Any) -> Any:
         """Returns the name and version of the server."""
         return pb.ServerMetadataResponse(name="baton", version=self._version)
 
-    # ------------------------------------------------------------ models
+    # ------------------------------------------------------------ methods about models
 
     async def model_ready(self, request: Any, context: Any) -> Any:
-        """Reports whether a model can be served. Unknown models get NOT_FOUND."""
+        """Returns in `ready` if a model can be served.
+
+        Aborts with NOT_FOUND for an unknown model.
+        """
         served = await self._chosen(request, context)
         return pb.ModelReadyResponse(ready=served.port.readiness() is None)
 
@@ -236,7 +239,7 @@ class InferenceService:
             await _abort(context, _refusal(error))
             raise
 
-    # ------------------------------------------------------------ answers
+    # ------------------------------------------------------------ methods that answer requests
 
     async def infer(self, messages: AsyncIterator[bytes], context: Any) -> Any:
         """Answers a call with one response: method ModelInfer."""

@@ -39,7 +39,7 @@ _FORMS = {
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A flat tensor with its shape."""
+    """A tensor: its shape, and its values in a flat tuple."""
 
     datatype: str
     shape: tuple[int, ...]
@@ -85,7 +85,7 @@ def _read(tensor: Any, raw: bytes | None) -> Tensor:
         if len(raw) % size:
             raise _fault(name, f"{len(raw)} bytes are no whole number of {datatype} values")
         values = np.frombuffer(raw, form[1])
-    if len(values) != num_items:  # checked before an object is made for each item
+    if len(values) != num_items:  # check before making Python objects
         raise _fault(name, f"{len(values)} values do not fill the shape {list(shape)}")
     if isinstance(values, np.ndarray):
         values = values.tolist()

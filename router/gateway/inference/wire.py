@@ -31,7 +31,7 @@ class _Message:
     numbers: Collection[int] = ()  # field numbers of packed integers
 
 
-_ENTRY = _Message({2: _Message()})  # a parameter of the request
+_ENTRY = _Message({2: _Message()})  # an entry of the map `parameters`
 _CONTENTS = _Message(numbers=range(1, 6))
 _TENSOR = _Message({4: _ENTRY, 5: _CONTENTS}, numbers=(3,))
 _REQUEST = _Message({4: _ENTRY, 5: _TENSOR, 6: _Message({2: _ENTRY})})

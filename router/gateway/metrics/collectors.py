@@ -1,4 +1,4 @@
-"""Counts of other parts of the gateway, read when Prometheus scrapes."""
+"""Metrics of other parts of the gateway, which are read when Prometheus scrapes."""
 
 from collections.abc import Iterator, Mapping
 
@@ -15,7 +15,7 @@ QUEUE = "baton_queue_requests"
 
 
 def counter_of(name: str, text: str, label: str, counts: Mapping[str, float]) -> Metric:
-    """Returns a counter with one label, whose values are the keys of `counts`."""
+    """Returns a counter with one label. The values of the label are the keys of `counts`."""
     return counter(name, text, (label,), [((value,), n) for value, n in list(counts.items())])
 
 

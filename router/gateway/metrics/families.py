@@ -12,7 +12,7 @@ Rows = Iterable[tuple[Sequence[str], float]]  # label values, and the value of t
 
 
 def gauge(name: str, text: str, labels: Sequence[str], rows: Rows) -> Metric:
-    """Returns a gauge with these rows."""
+    """Returns a gauge with one sample per row."""
     family = GaugeMetricFamily(name, text, labels=labels)
     for values, value in rows:
         family.add_metric(values, value)
@@ -20,7 +20,7 @@ def gauge(name: str, text: str, labels: Sequence[str], rows: Rows) -> Metric:
 
 
 def counter(name: str, text: str, labels: Sequence[str], rows: Rows) -> Metric:
-    """Returns a counter with these rows."""
+    """Returns a counter with one sample per row."""
     family = CounterMetricFamily(name, text, labels=labels)
     for values, value in rows:
         family.add_metric(values, value)
@@ -62,7 +62,7 @@ _Wire = list[tuple[str, str, str, list[tuple[str, dict[str, str], float]]]]
 
 
 def encode_metrics(metrics: Iterable[Metric]) -> bytes:
-    """Encodes metrics for another process."""
+    """Encodes metrics as bytes that are sent to another process."""
     wire: _Wire = [
         (m.name, m.documentation, m.type, [(s.name, s.labels, float(s.value)) for s in m.samples])
         for m in metrics

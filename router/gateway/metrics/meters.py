@@ -292,7 +292,7 @@ class RequestMeter:
         self.metrics = metrics
         self.outcome = "cancelled"
         self.is_detached = False  # True if the request outlives its call: `GatewayMetrics.detached`
-        self.labels = ("",)  # the version that serves the request
+        self.labels = ("",)  # values of labels: the request's version
         self.received_s = 0.0
         self.prompt_tokens = 0
         self.is_answered = False  # True once a choice has had a token
@@ -338,7 +338,7 @@ class RequestMeter:
         self.trace.end(self.outcome, attributes)
 
     def finish(self, outcome: Outcome, now_s: float) -> None:
-        """Records the outcome of the request."""
+        """Records the outcome and the lengths of the request."""
         self.outcome = OUTCOME_NAMES[type(outcome)]
         if isinstance(outcome, Finished):
             metrics = self.metrics

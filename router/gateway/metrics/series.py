@@ -1,4 +1,5 @@
-"""Series that are cheap to count: histograms with their bounds, and the usage of each API key.
+"""Series that are cheap to count: histograms, the bounds of their buckets, and the usage by API
+key.
 
 The name of a key is the value of the label. Each of the first `MAX_KEYS_SHOWN` used keys gets its
 own series. All later keys share the series `other`, so that a file of 10,000 keys does not create
@@ -53,7 +54,7 @@ class Buckets:
         self.total = array("d", [0.0])
 
     def observe(self, value: float) -> None:
-        """Counts a value."""
+        """Counts a value in its bucket."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total[0] += value
 
@@ -91,23 +92,23 @@ class Histogram:
         return series
 
     def observe(self, value: float, labels: tuple[str, ...] = ()) -> None:
-        """Counts a value."""
+        """Counts a value in the series with these labels."""
         series = self._series.get(labels) or self.series(labels)
-        series.counts[bisect_left(series.bounds, value)] += 1  # inlined `series.observe`
+        series.counts[bisect_left(series.bounds, value)] += 1  # as in `series.observe`
         series.total[0] += value
 
     def observe_each(
         self, labels: Iterable[tuple[str, ...]], values: Iterable[float | None]
     ) -> None:
-        """Counts one value in each of several series; None is skipped."""
+        """Counts one value in each of several series. Values None are skipped."""
         for each, value in zip(labels, values, strict=True):
             if value is not None:
                 series = self._series.get(each) or self.series(each)
-                series.counts[bisect_left(series.bounds, value)] += 1  # inlined `series.observe`
+                series.counts[bisect_left(series.bounds, value)] += 1  # as in `series.observe`
                 series.total[0] += value
 
     def collect(self) -> Iterator[Metric]:
-        """Yields the histogram with its present counts."""
+        """Yields the histogram's family, with the present counts of all series."""
         family = HistogramMetricFamily(self._name, self._text, labels=self._labels)
         bounds = [*map(floatToGoString, self._bounds), "+Inf"]
         for labels, series in self._series.items():
@@ -117,7 +118,7 @@ class Histogram:
 
 
 class UsageOfKey:
-    """The counts of one key."""
+    """The counts of requests and tokens of one API key."""
 
     __slots__ = ("num_cached_tokens", "num_generation_tokens", "num_prompt_tokens", "num_requests")
 
@@ -129,7 +130,7 @@ class UsageOfKey:
 
 
 class KeyUsage:
-    """The counts of all keys of one process."""
+    """The counts of requests and tokens of all API keys in one process."""
 
     def __init__(self, max_shown: int = MAX_KEYS_SHOWN) -> None:
         self._max_shown = max_shown
@@ -147,7 +148,7 @@ class KeyUsage:
         return use
 
     def families(self) -> Iterator[Metric]:
-        """Yields the counts of all keys."""
+        """Yields the counters of all API keys."""
         requests = CounterMetricFamily(
             "baton_key_requests", "Valid requests of an API key", labels=["key"]
         )

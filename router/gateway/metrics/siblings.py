@@ -38,7 +38,7 @@ class Siblings:
         self._server = await asyncio.start_unix_server(self._answer, path)
 
     async def close(self) -> None:
-        """Stops answering."""
+        """Stops answering the other processes."""
         self._server.close()
         (self._directory / self.process).unlink(missing_ok=True)
 

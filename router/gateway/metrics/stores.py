@@ -30,7 +30,7 @@ from router.gateway.metrics.workers import (
 )
 from router.port import RouterStatus
 
-OF_TIERS = {  # by name in a load report; the first word of the reason is the medium
+OF_TIERS = {  # by name in a load report: help text. Reasons begin with the medium
     "evicted_blocks": "Blocks that left a full tier",
     "failed_loads": "Blocks that could not be read from a lower tier, by reason",
     "failed_writes": "Blocks that could not be written to a lower tier, by reason",
@@ -39,7 +39,7 @@ OF_TIERS = {  # by name in a load report; the first word of the reason is the me
     "offered_blocks": "Blocks that were found for a prompt, by where they were: hits",
     "written_blocks": "Blocks written to a lower tier",
 }
-_AS_WORKERS = (  # counts that stores share with workers
+_AS_WORKERS = (  # names of counts that workers have too
     *("bad_messages", "cpu_seconds", "dropped_reads", "exposed_seconds"),
     *("failed_fetches", "private_builds"),
     *(
@@ -65,7 +65,7 @@ STORE_TEXTS = {
     "taken_blocks": "Blocks taken from workers",
     "transfer_seconds": "Time in which blocks were on their way to the store",
 }
-TIER_TEXTS = {  # counts made in a lower tier itself
+TIER_TEXTS = {  # by name: help text of counts that a lower tier makes
     "abandoned": "Operations that did not end before the store's end",
     "blocks_got": "Blocks read from objects",
     "blocks_put": "Blocks written to objects",
@@ -104,7 +104,7 @@ class StoreCount:
 
 
 def read_count(key: str) -> StoreCount:
-    """Parses the key of a count in a store's report, known or unknown."""
+    """Parses the key of a count in a store's report. Unknown names are accepted."""
     name, _, reason = key.partition(":")
     if name in OF_TIERS:
         medium, _, why = reason.partition("_")

@@ -24,7 +24,7 @@ _VLLM_NAMES = {
     "baton_ttft_seconds": ("vllm:time_to_first_token_seconds",),
     "baton_itl_seconds": (
         "vllm:inter_token_latency_seconds",
-        "vllm:time_per_output_token_seconds",  # used until vLLM 0.10
+        "vllm:time_per_output_token_seconds",  # the name until vLLM 0.10
     ),
     "baton_tpot_seconds": ("vllm:request_time_per_output_token_seconds",),
     "baton_e2e_seconds": ("vllm:e2e_request_latency_seconds",),
@@ -42,7 +42,7 @@ _VLLM_NAMES = {
 _STAGES, _PREFILL = "baton_stage_seconds", {"stage": "prefill_compute"}
 _PREFILL_TIME = "vllm:request_prefill_time_seconds"
 _FINISHED, _SUCCESS = "baton_finished_choices", "vllm:request_success"
-_OF_WORKERS = {  # by a worker's count: vLLM's name, text
+_OF_WORKERS = {  # by a worker's count: vLLM's name and help text
     "flops": ("vllm:estimated_flops_per_gpu", "Estimated floating-point operations"),
     "read_bytes": ("vllm:estimated_read_bytes_per_gpu", "Estimated bytes read from memory"),
     "preempted": ("vllm:num_preemptions", "Sequences that lost their memory to others"),

@@ -23,7 +23,7 @@ from router.gateway.metrics.families import counter, gauge
 from router.port import RouterStatus, WorkerStatus
 
 ACCEPTED_LENGTH_BUCKETS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 32)
-BY_PROPOSER = {  # by name in a load report: exported name, vLLM's name, text
+BY_PROPOSER = {  # by name in a load report: exported name, vLLM's name, help text
     "drafted": ("draft_tokens", "num_draft_tokens", "Tokens proposed to the model"),
     "accepted": ("accepted_tokens", "num_accepted_tokens", "Proposed tokens that were kept"),
 }

@@ -33,7 +33,7 @@ _FUNCTION: Json = {
         "parameters": {"anyOf": [{"type": "object"}, {"type": "null"}]},
     },
 }
-# Fields that become an answer's grammar; `router.text.structured` checks them.
+# Fields from which an answer's grammar is made. `router.text.structured` checks these fields.
 _STRUCTURED: dict[str, Json] = {
     "response_format": {
         "type": "object",

@@ -1,4 +1,4 @@
-"""The OpenAPI document. Pure: it depends only on the code and on whether keys are used."""
+"""The OpenAPI document. Pure: the document depends only on the code, and on the use of API keys."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ _OF_CALLS: Json = {
 
 
 def document(version: str, *, needs_key: bool) -> Json:
-    """Returns the document, OpenAPI 3.1."""
+    """Returns the document, in the form of OpenAPI 3.1."""
     paths: dict[str, Json] = {}
     for each in OPERATIONS:
         paths.setdefault(each.path, {})[each.method] = _operation(each, needs_key=needs_key)

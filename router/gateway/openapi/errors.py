@@ -1,10 +1,13 @@
-"""Errors of the API by status and code. A test compares them with the table in the API guide."""
+"""The errors of the API by status and code.
+
+A test compares the list with the table in the API guide.
+"""
 
 from typing import NamedTuple
 
 
 class KnownError(NamedTuple):
-    """A kind of error; several codes may share one reason."""
+    """A kind of error; several codes may have the same reason."""
 
     status: int
     codes: tuple[str, ...]

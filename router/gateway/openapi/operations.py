@@ -59,7 +59,7 @@ class Operation(NamedTuple):
     `events` is the type of a stream's events, if the operation can stream.
     """
 
-    call: str  # method and path
+    call: str  # method and path, such as `GET /v1/models`
     tag: str
     summary: str
     answer: type[Struct] | str | None  # type or media type of the answer; None: status 204, no body
@@ -69,7 +69,7 @@ class Operation(NamedTuple):
     errors: tuple[int, ...] = _EDGE
     other_answers: tuple[tuple[int, type[Struct]], ...] = ()
     description: str = ""
-    is_list: bool = False  # the answer is a list of items of type `answer`
+    is_list: bool = False  # True: the answer is a list of items of type `answer`
 
     @property
     def method(self) -> str:

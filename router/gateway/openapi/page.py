@@ -1,7 +1,7 @@
 """Renders an OpenAPI document as one HTML page, in the style of the other pages.
 
 The page needs no script and no other file. If there is a landing page, a script adds the navigation
-bar of the other pages and the colours that were chosen there.
+bar and the chosen colours of the other pages.
 
 The code supports only the part of JSON schema that Baton's document uses.
 """

@@ -10,7 +10,7 @@ from starlette.routing import Route
 from router.gateway.openapi.document import document
 from router.gateway.openapi.page import page_of
 
-NOT_GUESSED = {"x-content-type-options": "nosniff"}  # browsers must not guess the type
+NOT_GUESSED = {"x-content-type-options": "nosniff"}  # browsers must use the given type
 
 
 class DescriptionPages:

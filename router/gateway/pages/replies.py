@@ -50,7 +50,7 @@ def _methods_of(request: HttpRequest) -> list[str]:
 
 
 async def invalid(_: HttpRequest, error: Exception) -> Response:
-    """Replies to a request that failed a check of a page."""
+    """Replies to a request that failed a check, with the error's status."""
     assert isinstance(error, InvalidRequest)
     body, headers = refusal_of(error)
     response = json_reply(error.status, body)

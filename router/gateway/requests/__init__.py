@@ -1,1 +1,1 @@
-"""From the body of an HTTP request to checked requests for the router."""
+"""Converts the body of an HTTP request to checked requests for the router."""

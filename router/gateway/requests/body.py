@@ -26,20 +26,20 @@ from router.text.structured import FIELDS as STRUCTURE_FIELDS
 from router.text.tokenizer import TextModel
 
 MAX_STOP_STRINGS = 16
-MAX_STOP_LEN = 512  # characters
+MAX_STOP_LEN = 512  # maximum characters of a stop string
 MAX_STOP_TOKEN_IDS = 128
 MAX_BIASES = 1024
 MAX_BIAS = 100.0
 MAX_LENGTH_PENALTY = 10.0
 MAX_BEAM_TOKENS = 4096  # maximum tokens of a beam search's answer; each is a round trip to workers
 MAX_TOP_LOGPROBS = 20
-MAX_USER_LEN = 512  # characters
+MAX_USER_LEN = 512  # maximum characters of `user`
 MAX_CACHE_SALT_LEN = 256
 MAX_BOUND_MS = 3_600_000
 MAX_ALLOWED_IDS = 16_384
 MAX_BAD_WORDS = 256
-MAX_BAD_WORD_LEN = 256  # characters
-MAX_SHOWN_LEN = 60  # characters of a client's value in an error message
+MAX_BAD_WORD_LEN = 256  # maximum characters of a bad word
+MAX_SHOWN_LEN = 60  # maximum characters of a client's value in an error message
 UINT64_MASK = 2**64 - 1
 
 BadWord = Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_LEN)]
@@ -132,7 +132,7 @@ class Body(msgspec.Struct, kw_only=True, dict=True):
         # default.
         self.wanted_tokens = self.max_tokens
         self.default_tokens = MAX_BEAM_TOKENS if self.use_beam_search else None
-        # Numbers of likeliest tokens to report per token; None: no log-probabilities.
+        # The number of likeliest tokens reported per token; None: no log-probabilities.
         self.num_top_logprobs: int | None = None
         self.num_scored_prompt = self.prompt_logprobs
         self.times_of_prompt = 1  # times that an answer repeats the prompt's log-probabilities

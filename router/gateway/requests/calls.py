@@ -65,7 +65,7 @@ class ApiCall(msgspec.Struct, frozen=True):
     received_s: float
     tenant: Tenant
     headers: Mapping[str, str]  # header names are in lower case
-    client_id: str | None  # the client's own id of the call
+    client_id: str | None  # id of the call that the client has chosen
     shown_id: str  # the id in the head of the response: the client's own id, if there is one
     timeout_s: float | None  # for the whole answer, counted from `received_s`
     session: SessionClaim | None = None

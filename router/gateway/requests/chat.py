@@ -30,7 +30,7 @@ MAX_EFFORT_LEN = 32
 PROMPT_END_TOKENS = 16  # tokens that show if the answer begins inside reasoning
 NO_EFFORT = "none"
 MAX_ROLE_LEN = 64
-# Text parts by type, with the field of their text. Responses use their own field names.
+# By type of a text part: the field that has the text. Types of responses are included.
 TEXT_PARTS = {
     "text": "text",
     "input_text": "text",
@@ -59,7 +59,7 @@ class ChatMessage(msgspec.Struct):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # vLLM's newer name
-    refusal: str | None = None  # the assistant's text instead of a content
+    refusal: str | None = None  # text of the assistant that replaces `content`
 
 
 class ChatBody(Body, kw_only=True):

@@ -20,7 +20,7 @@ from router.machine.requests import Timeline
 from router.text.embeddings import EmbeddingForm
 from router.text.tokenizer import TextModel
 
-MAX_INPUTS = 2048  # inputs per request, as OpenAI allows
+MAX_INPUTS = 2048  # maximum inputs per request, as in OpenAI's API
 _DTYPES = {None: "f4", "float32": "f4", "float16": "f2"}
 
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-BEGIN_MARK, END_MARK = "<!-- fields -->", "<!-- end -->"  # enclose the tables in a document
+BEGIN_MARK, END_MARK = "<!-- fields -->", "<!-- end -->"  # marks around the tables in a document
 
 CHAT, COMPLETIONS, BOTH, EMBEDDINGS, ALL = "chat", "completions", "both", "embeddings", "all"
 MESSAGES = "chat, embeddings"
@@ -257,7 +257,7 @@ def known_by(endpoint: str) -> frozenset[str]:
 
 
 def tables() -> str:
-    """Returns the Markdown of the three tables."""
+    """Returns the Markdown of the tables of honoured, refused and harmless fields."""
     parts = [
         _table(
             ("field", "endpoint", "of", "meaning"),

@@ -57,7 +57,7 @@ assert MAX_WALL_S < ANSWER_TIMEOUT_S
 
 
 class GrammarBusy(BatonError):
-    """The grammar could not be checked in time."""
+    """A grammar could not be checked in time."""
 
 
 class Asker(NamedTuple):
@@ -179,7 +179,7 @@ class GrammarChecker:
             raise GrammarError(answered.message)
 
     async def close(self) -> None:
-        """Stops the child. Waiting requests are refused."""
+        """Stops the child process. Requests that still wait are refused."""
         if self._pump is not None:
             self._pump.cancel()
             await asyncio.gather(self._pump, return_exceptions=True)
@@ -218,7 +218,7 @@ class GrammarChecker:
                 waiting.done.set_result(answered)
 
     def _next(self) -> _Waiting | None:
-        """Returns the next grammar for which a request still waits."""
+        """Removes and returns the next grammar for which a request still waits."""
         while (waiting := self._queue.pop()) is not None:
             if waiting.num_waiters:
                 return waiting

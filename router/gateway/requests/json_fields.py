@@ -101,7 +101,7 @@ def ignored_names(data: bytes, fields: Mapping[str, Any], body_type: type[Body])
     """
     known = known_fields(body_type)
     if len(data) <= SHORT_BODY_BYTES:
-        if known.issuperset(fields):  # the usual case
+        if known.issuperset(fields):  # usually all fields are known
             return ()
         names = [name for name in fields if name not in known]
         return tuple(map(_printable, names[:MAX_IGNORED]))

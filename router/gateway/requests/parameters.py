@@ -57,7 +57,7 @@ def sampling_of(
     model, vocab_size = text.defaults, text.vocab_size
     logprobs, penalty = body.num_top_logprobs, body.repetition_penalty
     if logprobs is None and body.num_candidates > body.num_choices:
-        logprobs = 0  # needed to rank the candidates
+        logprobs = 0  # the ranking of candidates needs log-probabilities
     return Sampling(
         temperature=model.temperature if body.temperature is None else body.temperature,
         top_p=model.top_p if body.top_p is None else body.top_p,

@@ -1,1 +1,3 @@
-"""OpenAI's Responses API: a dialect of chat with items, events, and stored responses."""
+"""OpenAI's Responses API: chat completions in the form of items and events, with stored
+responses.
+"""

@@ -162,8 +162,8 @@ class ChatForm(msgspec.Struct, frozen=True):
     """A chat completion that makes a response: its JSON, and the client's names of its parts."""
 
     data: bytes
-    paths: list[str]  # the client's field for each message
-    tools: list[str]  # the client's field for each tool
+    paths: list[str]  # client's field from which each message was made
+    tools: list[str]  # client's field from which each tool was made
     origins: dict[str, ToolOrigin]  # the client's names of tools, by the model's names
     ignored: tuple[str, ...]  # the client's fields that have no effect
 

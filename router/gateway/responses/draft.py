@@ -236,11 +236,11 @@ class ResponseDraft:
         return self._output.items
 
     def fields(self) -> dict[str, Any]:
-        """Returns the present response, without its output."""
+        """Returns the fields of the response at present, without its output."""
         return {**self._fields, **self._end, "status": self.status}
 
     def body(self) -> dict[str, Any]:
-        """Returns the whole present response."""
+        """Returns all fields of the response at present, with its output."""
         return {**self.fields(), "output": self.items}
 
     def remove(self) -> None:

@@ -30,7 +30,7 @@ _PREFIXES = {
     "custom_tool_call_output": "ctco_",
     "reasoning": "rs_",
 }
-# Calls of tools that clients run, and their outputs. They are stored unchanged.
+# Calls of tools that clients run, and their outputs. Such items are stored unchanged.
 CLIENT_CALLS = frozenset({"local_shell_call", "shell_call", "apply_patch_call"})
 CLIENT_OUTPUTS = frozenset(f"{kind}_output" for kind in CLIENT_CALLS)
 # Items of tools and features that only other servers have. They are stored, but never prompted.
@@ -62,7 +62,7 @@ _TEXTS = TEXT_PARTS | {"reasoning_text": "text", "summary_text": "text"}
 class ItemBody(msgspec.Struct):
     """An item as a client sends it, of any type."""
 
-    type: str | None = None  # None: a message, or a reference
+    type: str | None = None  # None: the item is a message or a reference
     id: str | None = None
     status: Status | None = None
     role: str | None = None
@@ -89,7 +89,7 @@ class _ItemHead(msgspec.Struct):
 
 
 class LocatedItem(msgspec.Struct, frozen=True):
-    """An item, and the name of the client's field that it comes from."""
+    """An item, and the name of the client's field that has the item."""
 
     item: Item
     path: str

@@ -145,7 +145,7 @@ class BackgroundRuns:
         self._store = store
         self._metrics = metrics
         self._runs: dict[str, BackgroundRun] = {}
-        self._turn = asyncio.Lock()  # only one task writes events at a time
+        self._turn = asyncio.Lock()  # held while a task writes events
         self._writer: asyncio.Task[None] | None = None
         self._is_closing = False
         self._stops_draining = asyncio.Event()

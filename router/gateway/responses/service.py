@@ -78,7 +78,7 @@ class Accepted(NamedTuple):
 
 
 class WholeResponse(AnswerWriter):
-    """Sends a response when it is complete."""
+    """Sends a whole response when it is complete."""
 
     def __init__(
         self, heading: Heading, draft: ResponseDraft, saver: ResponseSaver, send: Send

@@ -110,7 +110,7 @@ class KeptResponse(NamedTuple):
 
     @property
     def is_alive(self) -> bool:
-        """True while the response is being made."""
+        """True while the answer of the response is queued or being made."""
         return self.status in ("queued", "in_progress")
 
     def body(self) -> dict[str, Any]:
@@ -133,7 +133,7 @@ class NewResponse(NamedTuple):
 
 
 class KeptEvent(NamedTuple):
-    """A server-sent event with its number."""
+    """A server-sent event, encoded, with its number."""
 
     number: int
     data: bytes

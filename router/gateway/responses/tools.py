@@ -59,7 +59,7 @@ class OfferedTool(NamedTuple):
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """The tools of a request. `left_out` are ignored fields of the client."""
+    """The tools that a request offers to the model. `left_out` are the client's ignored fields."""
 
     tools: list[OfferedTool]
     left_out: list[str]
@@ -243,7 +243,7 @@ def _allowed(allowed: list[Any], offer: Offer) -> list[OfferedTool]:
     return [tool for tool in offer.tools if tool.path in paths]
 
 
-# ---------------------------------------------------------------- inputs of custom tools
+# ---------------------------------------------------------------- the inputs of custom tools
 
 _HEAD = re.compile(r'\s*\{\s*"' + INPUT + r'"\s*:\s*"')
 # The longest prefix of a JSON string without an incomplete escape or surrogate pair.

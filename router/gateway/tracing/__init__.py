@@ -1,1 +1,1 @@
-"""OpenTelemetry spans, made from the timeline of a request when it has ended."""
+"""OpenTelemetry spans, made from the timeline of a request after its end."""

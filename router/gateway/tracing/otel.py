@@ -51,7 +51,7 @@ class OtelTracing:
     def begin(
         self, name: str, request_id: str, received_s: float, headers: Mapping[str, str]
     ) -> "OtelTrace | None":
-        """Returns the trace of a request; None if it is not sampled."""
+        """Starts the span of a request. Returns its trace; None if the trace is not sampled."""
         span = self._tracer.start_span(
             name,
             context=_CONTEXT.extract(headers),
