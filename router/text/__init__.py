@@ -1,1 +1,1 @@
-"""Between messages and token ids: templates, tokenizers, tool calls, structured output."""
+"""Converts messages to token ids and back: templates, tokenizers, tool calls, structured output."""

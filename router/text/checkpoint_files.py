@@ -3,13 +3,15 @@
 Templates are read in the order in which transformers reads them:
 
 1. `chat_template.jinja` is the template named `default`. Each `NAME.jinja` in
-   `additional_chat_templates/` is the template `NAME`. If there is any, the rest is not read.
+   `additional_chat_templates/` is the template `NAME`. If any of these files exists, the other
+   sources are not read.
 2. `chat_template` of `tokenizer_config.json`: a text, or texts by name, also as a list.
 3. The same field of `processor_config.json` or of `chat_template.json`. In transformers these
-   are the templates of a processor. A text server has none, so the tokenizer's come first.
+   are the templates of a processor. A text server has no processor, so the tokenizer's templates
+   have priority.
 
-`generation_config.json` has the sampling and the length that the model's authors recommend. They
-are used where a client sets nothing, as by vLLM with `--generation-config auto`.
+`generation_config.json` has the sampling and the length that the model's authors recommend. These
+values are used for fields that the client has not set, as by vLLM with `--generation-config auto`.
 """
 
 from pathlib import Path
@@ -30,14 +32,14 @@ Config = dict[str, Any]
 
 
 class _NamedTemplate(msgspec.Struct):
-    """An entry of a list of templates."""
+    """An entry of a list of templates: a name and a source."""
 
     name: str
     template: str
 
 
 def template_sources(directory: Path, config: Config) -> dict[str, str]:
-    """Returns the sources of all templates by name; `config` is `tokenizer_config.json`.
+    """Returns the sources of all templates by name. `config` is `tokenizer_config.json`.
 
     Raises CheckpointError with the name of the file.
     """
@@ -88,7 +90,7 @@ def _sources(value: object, path: Path) -> dict[str, str]:
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True):
-    """The sampling of a request that sets none: the file's values, or else the API's."""
+    """The sampling of a request that sets no fields: the values of the file, or else of the API."""
 
     temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
@@ -102,7 +104,7 @@ NO_DEFAULTS = SamplingDefaults()
 
 
 def sampling_defaults(directory: Path) -> SamplingDefaults:
-    """Reads a checkpoint's defaults. Raises CheckpointError if no request may have a value."""
+    """Returns a checkpoint's defaults. Raises CheckpointError if no request may have a value."""
     path = directory / DEFAULTS_FILE
     if not path.is_file():
         return NO_DEFAULTS

@@ -1,4 +1,4 @@
-"""Embeddings in the form that a client requested.
+"""Converts embeddings to the form that a client requested.
 
 Source: OpenAI API reference, "Create embeddings".
 """
@@ -8,29 +8,29 @@ from base64 import b64encode
 import msgspec
 import numpy as np
 
-MIN_LENGTH = 1e-12  # keeps zeros unchanged, like torch's `normalize`
+MIN_LENGTH = 1e-12  # a minimum that keeps zeros unchanged, like torch's `normalize`
 _FP32 = np.dtype("<f4")
 
 
 class EmbeddingForm(msgspec.Struct, frozen=True):
-    """The form of the embeddings that a client wants: their first `size` numbers."""
+    """The form of the embeddings that a client requested: their first `size` numbers."""
 
     size: int
-    is_normalized: bool  # the kept numbers are scaled to length 1
+    is_normalized: bool  # True: the kept numbers are scaled to length 1
     is_base64: bool
-    dtype: str = "<f4"  # numpy's name for the bytes in base64
+    dtype: str = "<f4"  # numpy's name of the number type in base64
 
 
 def are_numbers(data: bytes, form: EmbeddingForm) -> bool:
-    """False if any number in this form is infinite, or if there are no numbers."""
+    """True if all numbers of an embedding in this form are finite."""
     return bool(np.isfinite(np.frombuffer(data, _FP32)[: form.size]).all())
 
 
 def shaped(data: bytes, form: EmbeddingForm) -> list[float] | str:
-    """Returns an embedding in this form; `data` is fp32 [hidden], little-endian."""
+    """Returns an embedding in this form. `data` is fp32 [hidden], little-endian."""
     numbers = np.frombuffer(data, _FP32)[: form.size]
     if form.is_normalized:
-        wide = numbers.astype(np.float64)  # squares of fp32 may overflow
+        wide = numbers.astype(np.float64)  # in fp32, squares may overflow
         numbers = (wide / max(float(np.linalg.norm(wide)), MIN_LENGTH)).astype(_FP32)
     if form.is_base64:
         return b64encode(numbers.astype(form.dtype).tobytes()).decode()

@@ -1,1 +1,1 @@
-"""How model families write reasoning and tool calls, and the parsers of both."""
+"""The forms in which model families write reasoning and tool calls, with their parsers."""

@@ -1,4 +1,4 @@
-"""The interface of call forms: what a form gets to know about tools, and what it returns.
+"""The interface of call forms: the tools that a form receives, and the results that it returns.
 
 A form is the way in which a family of models writes tool calls. It returns a grammar, which allows
 only calls of the tools, and a parser of such answers. Forms whose calls begin with a mark allow any
@@ -20,14 +20,14 @@ from router.text.forms.lenient import RULES, LenientSchema
 
 TokenOf = Callable[[str], int | None]  # returns the id of an added token with this text
 NAME = r"[a-zA-Z0-9_.-]+"  # regular expression of a function's name
-MAX_ARGUMENTS_LEN = 64 * 2**10  # total characters of lenient rules; a grammar has a limit too
-MAX_SCHEMAS_LEN = 128 * 2**10  # characters of the schemas from which they are made
+MAX_ARGUMENTS_LEN = 64 * 2**10  # maximum characters of all lenient rules; a grammar has a limit too
+MAX_SCHEMAS_LEN = 128 * 2**10  # maximum characters of the schemas of these rules
 _CONTROL = re.compile(r"[%\x7f-\x9f]")
 
 
 @dataclass(frozen=True, slots=True)
 class Calling:
-    """The tools that may be called, and how often; schemas of arguments by name."""
+    """The tools that may be called, by name with the schema of their arguments, and how often."""
 
     functions: Mapping[str, Any]
     at_least_one: bool
@@ -62,7 +62,7 @@ ANY_TEXT = AnswerRules()
 
 
 class CallForm(Protocol):
-    """One way of writing calls."""
+    """One way of writing calls of tools."""
 
     @property
     def name(self) -> str:
@@ -81,18 +81,18 @@ class CallForm(Protocol):
 
     @property
     def marks(self) -> Sequence[str]:
-        """The added tokens that the parser must see."""
+        """The added tokens that the parser needs in the text."""
         ...
 
 
 def literal(text: str) -> str:
-    """Returns a Lark string literal, with JSON's escapes; directives begin with '%'."""
+    """Returns a Lark string literal. '%' is escaped, as directives begin with it."""
     quoted = json.dumps(text, ensure_ascii=False)
     return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", quoted)
 
 
 def mark(text: str, token_of: TokenOf) -> str:
-    """Returns a mark in Lark. If the mark is an added token, it must be written as a token."""
+    """Returns a mark in Lark: as a token if the mark is an added token, else as a literal."""
     token_id = token_of(text)
     return literal(text) if token_id is None else f"<[{token_id}]>"
 
@@ -107,7 +107,7 @@ def text_before(text: str, token_of: TokenOf) -> tuple[str, list[str]]:
 
 
 def start(calls: str, calling: Calling, answer: AnswerRules, *, begin: str, before: str) -> str:
-    """Returns the first rule of a form whose calls follow the mark `begin`, after any text."""
+    """Returns the rule `start` of a form whose calls follow the mark `begin`, after any text."""
     if calling.at_least_one:
         return f"start: {begin} {calls}"
     if answer.is_any_text:
@@ -116,7 +116,10 @@ def start(calls: str, calling: Calling, answer: AnswerRules, *, begin: str, befo
 
 
 def unlike_calls(begins: str, answer: AnswerRules) -> tuple[str, list[str]]:
-    """Returns an expression for an answer that does not begin like a call, if any text may."""
+    """Returns an expression for an answer without calls, and its rules.
+
+    If the answer may be any text, it must not begin like a call.
+    """
     if not answer.is_any_text:
         return answer.expression, []
     return "ANSWER", [f"ANSWER: TEXT & ~/{begins}(?s:.*)/"]
@@ -124,23 +127,23 @@ def unlike_calls(begins: str, answer: AnswerRules) -> tuple[str, list[str]]:
 
 @dataclass(slots=True)
 class Room:
-    """The budget for the arguments of all functions: characters of schemas, and of rules."""
+    """The budget of all functions' arguments, in characters of schemas and of rules."""
 
     schemas: int = MAX_SCHEMAS_LEN
     rules: int = MAX_ARGUMENTS_LEN
 
     def holds(self, schema: Any) -> bool:
-        """Uses budget for one more schema. Returns False if there was too little."""
+        """Subtracts one more schema from the budget. Returns False if the budget was too small."""
         self.schemas -= len(json.dumps(schema))
         return self.schemas >= 0
 
     def holds_rules(self, rules: Sequence[str]) -> bool:
-        """Uses budget for these rules. Returns False if there was too little."""
+        """Subtracts these rules from the budget. Returns False if the budget was too small."""
         self.rules -= sum(map(len, rules))
         return self.rules >= 0
 
     def for_schema(self, schema: Any, prefix: str) -> LenientSchema | None:
-        """Returns the rules of a schema, if there is budget."""
+        """Returns the rules of a schema; None if the budget was too small."""
         if not self.holds(schema):
             return None
         lenient = LenientSchema(schema, prefix)
@@ -148,14 +151,14 @@ class Room:
 
 
 class ArgumentRules(NamedTuple):
-    """Rules `arguments_I` for each function, and the places that the rules do not enforce."""
+    """The rules `arguments_I` of all functions, and the places that they do not enforce."""
 
     rules: list[str]
     unheld: tuple[tuple[str, str], ...]
 
 
 def arguments(calling: Calling) -> ArgumentRules:
-    """Returns the rules of arguments that are one JSON object."""
+    """Returns the rules of functions whose arguments are written as one JSON object."""
     rules, unheld = list(RULES), list[tuple[str, str]]()
     room = Room()
     for i, (name, schema) in enumerate(calling.functions.items()):
@@ -173,5 +176,5 @@ def arguments(calling: Calling) -> ArgumentRules:
 
 
 def any_call(calling: Calling) -> str:
-    """Returns an expression for one call of any function, made of the rules `call_I`."""
+    """Returns an expression for one call of any function: a choice of the rules `call_I`."""
     return " | ".join(f"call_{i}" for i in range(len(calling.functions)))

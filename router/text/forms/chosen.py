@@ -1,4 +1,4 @@
-"""Chooses the forms of a model: set by the operator, or found by its chat template and tokens."""
+"""Chooses the forms of a model: named by the operator, or found by chat template and tokens."""
 
 import random
 from collections.abc import Mapping
@@ -48,27 +48,27 @@ OPENAI_GPT_OSS = "openai_gptoss"  # vLLM's name of gpt-oss's reasoning parser
 
 @dataclass
 class AnswerForms:
-    """The forms of one model. gpt-oss uses its own messages for both reasoning and calls."""
+    """The forms of one model. gpt-oss uses one form of messages for both reasoning and calls."""
 
     calls: CallForm
     thinking: ThinkingForm | None = None
 
     def __post_init__(self) -> None:
-        # True if every answer must be parsed, since all its text is between marks.
+        # True if all text is between marks, so that every answer must be parsed.
         self.is_harmony = self.calls is HARMONY
 
 
 class AnswerParsing(NamedTuple):
-    """The parsing of the answers to one request."""
+    """The settings for parsing the answers to one request."""
 
     forms: AnswerForms
-    calling: Calling | None  # None: no tools can be called
+    calling: Calling | None  # None: no tool may be called
     is_thinking: bool | None = False
-    splits_reasoning: bool = True  # False: reasoning stays a part of the text
+    splits_reasoning: bool = True  # False: reasoning is shown as a part of the text
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """The added tokens that the parser must see."""
+        """The added tokens that the parser needs in the text."""
         marks: tuple[str, ...] = ()
         if self.calling is not None or self.forms.is_harmony:
             marks = tuple(self.forms.calls.marks)
@@ -77,7 +77,7 @@ class AnswerParsing(NamedTuple):
         return marks
 
     def parser(self, rng: random.Random) -> AnswerParser:
-        """Returns a parser of one answer."""
+        """Returns a new parser, for one answer."""
         if self.forms.is_harmony:
             return HarmonyParser(rng)
         inner: AnswerParser = PlainParser()
@@ -93,7 +93,7 @@ def forms_of(
 ) -> AnswerForms:
     """Returns the forms of a model with this chat template. Raises ConfigError for unknown names.
 
-    If no form is recognised, Hermes is used, which the grammar makes any model write.
+    If no form is recognised, Hermes is used; the grammar makes any model write Hermes.
     """
     source = template or ""
     form = HERMES
@@ -119,7 +119,7 @@ def _named(name: str, forms: Mapping[str, FormT], setting: str) -> FormT:
 
 
 def _found(source: str, token_of: TokenOf) -> CallForm:
-    """Returns the call form that a chat template uses."""
+    """Returns the call form that occurs in a chat template."""
     if "<|channel|>" in source and "<|message|>" in source:
         return HARMONY
     if "<function=" in source and "<parameter=" in source:

@@ -1,4 +1,4 @@
-"""The output of answer parsers, and the parsers' common interface."""
+"""The output of answer parsers, and the common interface of these parsers."""
 
 import random
 import re
@@ -7,26 +7,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-MAX_HEAD_LEN = 1024  # characters of a head, and between values; no grammar allows more
+MAX_HEAD_LEN = 1024  # maximum characters of a head, and between values; no grammar allows more
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Further text for the user."""
+    """More text for the user."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Further reasoning of the model, before its answer."""
+    """More reasoning of the model, before its answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegun:
-    """The call at `index` has begun; it is a call of this tool."""
+    """The start of the call at `index`, which calls this tool."""
 
     index: int
     id: str
@@ -35,7 +35,7 @@ class CallBegun:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """Further arguments of the call at `index`, which are a JSON object."""
+    """More text of the arguments of the call at `index`. The arguments are a JSON object."""
 
     index: int
     text: str
@@ -45,42 +45,42 @@ Delta = Content | Reasoning | CallBegun | CallArguments
 
 
 class AnswerParser(Protocol):
-    """Parses one answer as it arrives. Its output depends on the text, not on how it is split."""
+    """Parses one answer as it arrives. The output does not depend on how the text is split."""
 
     @property
     def num_calls(self) -> int:
-        """The number of calls so far."""
+        """The number of calls that have begun."""
         ...
 
     @property
     def is_reasoning(self) -> bool:
-        """True if the text that comes now is reasoning."""
+        """True if the next text is reasoning."""
         ...
 
     def feed(self, text: str) -> list[Delta]:
-        """Adds text of the answer and returns the deltas that are now certain."""
+        """Adds text of the answer. Returns the deltas that are now certain."""
         ...
 
     def finish(self, *, is_cut: bool = False) -> list[Delta]:
-        """Returns the held text at the end of the answer.
+        """Returns the remaining text at the end of the answer.
 
-        If the answer `is_cut`, the beginning of a mark is not shown.
+        If the answer `is_cut`, an incomplete mark at its end is not shown.
         """
         ...
 
 
 class CallParser:
-    """The common part of parsers of calls: text is held until a call, or no call, is certain."""
+    """Base of parsers of calls. Text is kept until it certainly belongs to a call, or to none."""
 
     def __init__(self, rng: random.Random) -> None:
         self.num_calls = 0
         self.is_reasoning = False
-        self._rng = rng  # draws the ids of calls
-        self._pending = ""  # not reported yet
+        self._rng = rng  # generates the ids of calls
+        self._pending = ""  # text that was not returned as a delta yet
         self._in_calls = False
 
     def feed(self, text: str) -> list[Delta]:
-        """Adds text of the answer and returns the deltas that are now certain."""
+        """Adds text of the answer. Returns the deltas that are now certain."""
         self._pending += text
         deltas = [] if self._in_calls else self._content()
         while self._in_calls and (more := self._step()) is not None:
@@ -88,29 +88,32 @@ class CallParser:
         return merged(deltas)
 
     def finish(self, *, is_cut: bool = False) -> list[Delta]:
-        """Returns the held text, which might have begun a mark, unless a call was cut."""
+        """Returns the remaining text at the end of the answer, which may be an incomplete mark.
+
+        Returns nothing if the answer is cut, or ends inside the calls.
+        """
         rest, self._pending = self._pending, ""
         return [] if self._in_calls or is_cut else merged([Content(rest)])
 
     def _content(self) -> list[Delta]:
-        """Returns the text before the calls, which may begin now."""
+        """Returns the text before the calls. Sets `_in_calls` when they begin."""
         return []
 
     @abstractmethod
     def _step(self) -> list[Delta] | None:
-        """Parses the next part of a call; None if more text is needed."""
+        """Parses the next part of a call; returns None if more text is needed."""
 
     def _next(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
-        """Removes what matches from the held text; None if more text is needed."""
+        """Removes a match from the start of the pending text; None if more text is needed."""
         found = pattern.match(self._pending)
         if found is not None:
             self._pending = self._pending[found.end() :]
         elif len(self._pending) > MAX_HEAD_LEN:
-            self._pending = ""  # no model's grammar allows this
+            self._pending = ""  # no grammar allows this text
         return found
 
     def _begun(self, name: str) -> Delta:
-        """Begins a call, with a new id."""
+        """Starts a call with a new id."""
         self.num_calls += 1
         return CallBegun(self.num_calls - 1, f"call_{self._rng.getrandbits(96):024x}", name)
 
@@ -121,8 +124,8 @@ class CallParser:
 def first_mark(text: str, marks: Sequence[str]) -> tuple[str, str | None, str]:
     """Splits a growing text at the first of the marks.
 
-    Returns the text that is certainly before any mark, the mark or None, and the rest. Without a
-    mark, the rest is the longest suffix that may begin a mark.
+    Returns the text that is certainly before any mark, the mark or None, and the remaining text. If
+    no mark was found, the remaining text is the longest suffix that may begin a mark.
     """
     found = [(at, mark) for mark in marks if (at := text.find(mark)) >= 0]
     if found:
@@ -141,7 +144,7 @@ def merged(deltas: Sequence[Delta]) -> list[Delta]:
 
 
 class JsonEnd:
-    """Finds the end of a JSON value that comes in pieces; reads each piece once.
+    """Finds the end of a JSON value that arrives in pieces. Each piece is read once.
 
     A grammar makes the value valid, so only braces, brackets and quotes matter. The value ends with
     its closing brace, bracket or quote, so it must be an object, an array or a string.
@@ -154,7 +157,7 @@ class JsonEnd:
 
     @property
     def is_new(self) -> bool:
-        """True if no part of the value has come."""
+        """True if no part of the value has arrived."""
         return self._depth == 0 and not self._in_string
 
     def find(self, text: str) -> int | None:
@@ -182,10 +185,10 @@ class JsonEnd:
 
 @dataclass(frozen=True, slots=True)
 class CallBegin:
-    """Distinguishes calls without a mark from other text by their beginning."""
+    """Recognises calls without a mark by their first characters."""
 
     pattern: re.Pattern[str]
-    compact: Sequence[str]  # all possible beginnings, without blanks
+    compact: Sequence[str]  # all possible beginnings of calls, without blanks
 
     def is_call(self, text: str) -> bool | None:
         """True if an answer with this beginning is a call, None if it may become a call."""

@@ -52,7 +52,10 @@ class Harmony:
     def grammar(
         self, calling: Calling, token_of: TokenOf, answer: AnswerRules = ANY_TEXT
     ) -> CallGrammar:
-        """Reasoning, then a call, or an answer if no call is required. Raises InvalidRequest."""
+        """Returns the grammar of reasoning, then a call, or an answer if no call is required.
+
+        Raises InvalidRequest.
+        """
         if (missing := missing_mark(token_of)) is not None:
             raise InvalidRequest(f"tools: this model has no token {missing}", param="tools")
         held = arguments(calling)
@@ -75,25 +78,28 @@ class Harmony:
 
 
 def missing_mark(token_of: TokenOf) -> str | None:
-    """Returns the first mark that is not a token of the model; None if it can write messages."""
+    """Returns the first mark that is not a token of the model; None if all are tokens."""
     return next((mark for mark in _MARKS if token_of(mark) is None), None)
 
 
 def final_grammar(answer: AnswerRules, token_of: TokenOf) -> str:
-    """Returns the grammar of reasoning and an answer, or of an answer without any mark."""
+    """Returns the grammar of reasoning and an answer, or of an answer without marks."""
     ways = f"{_final(answer, token_of)} | {_thought(token_of)}"
     first = f"start: {_said(token_of)} ({ways}) | {answer.expression}"
     return "\n".join([first, _TEXT, "edge: / /?", *answer.rules])
 
 
 def _said(token_of: TokenOf) -> str:
-    """The messages before the last one: reasoning, and text before calls."""
+    """Returns an expression for the messages before the last: reasoning, and text before calls."""
     channel, message, begin, end = (mark(m, token_of) for m in _MARKS[:4])
     return f'({channel} ("analysis" | "commentary") {message} TEXT {end} {begin} "assistant")*'
 
 
 def _thought(token_of: TokenOf) -> str:
-    """Reasoning in which an answer may end. Otherwise a model could only write up to its limit."""
+    """Returns an expression for reasoning at which an answer ends.
+
+    Without it, a model that still reasons could not end its answer before its limit.
+    """
     channel, message = (mark(m, token_of) for m in _MARKS[:2])
     return f'{channel} "analysis" {message} TEXT'
 
@@ -105,7 +111,7 @@ def _final(answer: AnswerRules, token_of: TokenOf) -> str:
 
 
 def _written_call(name: str, token_of: TokenOf) -> str:
-    """The head of a call: its recipient comes after the channel, or before it."""
+    """Returns an expression for a call's head, with the recipient before or after the channel."""
     channel, message = (mark(m, token_of) for m in _MARKS[:2])
     kind = f'(edge {mark(CONSTRAIN, token_of)}? "json")?'
     to, where = literal(f"to=functions.{name}"), '("commentary" | "analysis")'
@@ -117,14 +123,14 @@ class HarmonyParser(CallParser):
 
     def __init__(self, rng: random.Random) -> None:
         super().__init__(rng)
-        self._in_calls = True  # all text is in messages
+        self._in_calls = True  # True throughout, as all text is in messages
         self._in_head = True
-        self._is_begin = True  # no head has come yet
+        self._is_begin = True  # True until the first head is complete
         self._channel = ""
-        self._is_call = False  # whether the present message is a call
+        self._is_call = False  # True if the present message is a call
 
     def finish(self, *, is_cut: bool = False) -> list[Delta]:
-        """Returns the held text; a head that was cut is not shown."""
+        """Returns the remaining text. An incomplete head is not shown."""
         rest, self._pending = self._pending, ""
         if self._in_head and (not self._is_begin or any(mark in rest for mark in _MARKS)):
             return []
@@ -135,11 +141,11 @@ class HarmonyParser(CallParser):
             return self._body()
         head, found, rest = first_mark(self._pending, (MESSAGE,))
         if self._is_begin and not _may_be_head(self._pending):
-            self._in_head = self._is_begin = False  # a text without marks is an answer
+            self._in_head = self._is_begin = False  # an answer without marks is shown as it is
             return []
         if found is None:
             if len(self._pending) > MAX_HEAD_LEN:
-                self._in_head = False  # not a message of this form: all of it is an answer
+                self._in_head = False  # this is no message, so all of it is shown as the answer
                 return []
             return None
         self._pending, self._in_head, self._is_begin = rest, False, False
@@ -165,6 +171,6 @@ class HarmonyParser(CallParser):
 
 
 def _may_be_head(text: str) -> bool:
-    """True if a text, as far as it has come, begins like the head of a message."""
+    """True if the text so far may be the beginning of a message's head."""
     text = text.lstrip()
     return any(text.startswith(begin) or begin.startswith(text) for begin in _HEADS)

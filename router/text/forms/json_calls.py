@@ -1,4 +1,4 @@
-"""Forms whose arguments are JSON, after a head that names the function."""
+"""The forms of calls with JSON arguments after a head that names the function."""
 
 import json
 import random
@@ -24,14 +24,14 @@ from router.text.forms.calling import (
 from router.text.forms.deltas import CallBegin, CallParser, Content, Delta, JsonEnd, first_mark
 from router.text.forms.lenient import BLANKS, RULES
 
-MAX_WAYS = 16  # functions that a grammar tries in parallel if arguments precede the name
+MAX_WAYS = 16  # maximum number of functions tried in parallel if arguments precede the name
 _DEFINITIONS = ("$defs", "definitions")
 _OTHER_REFERENCE = re.compile(r'"\$ref": "(?!#/(\$defs|definitions)/)')
 _TEXT = r"TEXT: /(?s:.*)/"
 
 
 def _head(before: str, key: str) -> re.Pattern[str]:
-    """Returns the beginning of an object with a name and arguments, up to the arguments."""
+    """Returns a pattern for the beginning of a call's object, up to the arguments."""
     return re.compile(rf'{before}\{{\s*"name"\s*:\s*"({NAME})"\s*,\s*"{key}"\s*:\s*')
 
 
@@ -46,8 +46,8 @@ def _named_tail(after: str) -> re.Pattern[str]:
 class JsonCallForm:
     """A form with JSON arguments, after a mark and a head that names the function.
 
-    If a model writes the name after the arguments, `unnamed_head` and `named_tail` match. With a
-    `key`, a call is an object of a name and of arguments under this key.
+    If a model writes the name after the arguments, `unnamed_head` and `named_tail` match. If `key`
+    is set, a call is an object with a name, and with arguments under this key.
     """
 
     name: ClassVar[str]
@@ -60,13 +60,13 @@ class JsonCallForm:
     key: ClassVar[str | None] = None
 
     def begin_of(self, functions: Collection[str]) -> CallBegin | None:
-        """The beginning of calls without a mark; None if calls always have a mark."""
+        """Returns the beginnings of calls without a mark; None if calls always have a mark."""
         return None
 
     def grammar(
         self, calling: Calling, token_of: TokenOf, answer: AnswerRules = ANY_TEXT
     ) -> CallGrammar:
-        """Text, then calls; no text follows the calls."""
+        """Returns the grammar of text, then calls. No text follows the calls."""
         marks = [mark(each, token_of) for each in self.marks]
         before, rules = text_before(self.opening, token_of)
         calls, more = self._calls(calling, marks)
@@ -74,7 +74,7 @@ class JsonCallForm:
         return _grammar(first, [*rules, *answer.rules, *more], calling, self.key)
 
     def _calls(self, calling: Calling, marks: Sequence[str]) -> tuple[str, list[str]]:
-        """Returns an expression for the calls after the first mark, and the rules it needs."""
+        """Returns an expression for the calls after the first mark, and the rules that it needs."""
         raise NotImplementedError
 
     def parser(self, calling: Calling, rng: random.Random) -> "JsonCallParser":
@@ -103,7 +103,8 @@ class Hermes(JsonCallForm):
 
 
 class Llama(JsonCallForm):
-    """{"name": "f", "parameters": {…}}, several separated by `; `, perhaps after `<|python_tag|>`.
+    """{"name": "f", "parameters": {…}}. Several are separated by `; `. `<|python_tag|>` may
+    precede.
 
     Source: Meta, Llama 3.1 and 3.2 prompt formats, custom tools in JSON.
     """
@@ -117,7 +118,7 @@ class Llama(JsonCallForm):
     tail, named_tail = re.compile(r"\s*\}"), _named_tail("")
 
     def begin_of(self, functions: Collection[str]) -> CallBegin:
-        """An object that names a function, or that begins with parameters."""
+        """Returns the beginnings of an object that names a function or begins with parameters."""
         names = "|".join(map(re.escape, functions))
         return CallBegin(
             re.compile(rf'\s*\{{\s*("name"\s*:\s*"({names})"|"parameters"\s*:)'),
@@ -127,7 +128,7 @@ class Llama(JsonCallForm):
     def grammar(
         self, calling: Calling, token_of: TokenOf, answer: AnswerRules = ANY_TEXT
     ) -> CallGrammar:
-        """Calls, or text that does not begin like a call."""
+        """Returns the grammar of calls, or of text that does not begin like a call."""
         tag = mark(self.opening, token_of)
         more = "" if calling.at_most_one else f' (edge ";" edge ({any_call(calling)}))*'
         calls = f"{tag}? ({any_call(calling)}){more}"
@@ -243,7 +244,7 @@ class DeepSeekFenced(DeepSeek):
 
 
 class JsonCallParser(CallParser):
-    """Parses one answer in a form with JSON arguments."""
+    """Parses one answer in a form with JSON arguments after a head."""
 
     def __init__(
         self, form: JsonCallForm, rng: random.Random, functions: Collection[str] = ()
@@ -251,17 +252,17 @@ class JsonCallParser(CallParser):
         super().__init__(rng)
         self._form = form
         self._begin = form.begin_of(functions)
-        self._is_begin = True  # only blanks have come so far
-        self._end: JsonEnd | None = None  # set while arguments come
-        self._tail = False  # the tail of a call comes next
-        self._unnamed: list[str] | None = None  # arguments that wait for their function's name
+        self._is_begin = True  # True while only blanks have arrived
+        self._end: JsonEnd | None = None  # set while arguments arrive
+        self._tail = False  # True if the tail of a call comes next
+        self._unnamed: list[str] | None = None  # arguments before the function's name
 
     def _content(self) -> list[Delta]:
         form = self._form
         if self._is_begin and self._begin is not None:
             is_call = self._begin.is_call(self._pending)
             if is_call is None:
-                return []  # may become a call without a mark
+                return []  # the text may become a call without a mark
             if is_call:
                 self._in_calls, self._pending = True, self._pending.lstrip()
                 return []
@@ -307,7 +308,7 @@ class JsonCallParser(CallParser):
         return [] if self._unnamed is not None else [self._arguments(text)]
 
     def _name(self, unnamed: Sequence[str]) -> list[Delta] | None:
-        """Parses the name after the arguments, and the end of the call."""
+        """Parses the function's name after the arguments, and the end of the call."""
         assert self._form.named_tail is not None
         if (found := self._next(self._form.named_tail)) is None:
             return None
@@ -318,7 +319,7 @@ class JsonCallParser(CallParser):
 def _grammar(
     first: str, rules: Sequence[str], calling: Calling, key: str | None = None
 ) -> CallGrammar:
-    """Returns the grammar of a form; with a key, its calls are objects of a name and arguments."""
+    """Returns the grammar of a form. With `key`, calls are objects with a name and arguments."""
     objects = [] if key is None else _objects(calling, key)
     held = arguments(calling)
     lines = dict.fromkeys([first, _TEXT, *rules, *objects, *held.rules])
@@ -326,7 +327,10 @@ def _grammar(
 
 
 def _beside_json(first: str, rules: Sequence[str], calling: Calling) -> CallGrammar:
-    """Calls beside an answer that may begin like a call: both are JSON in the same lexemes."""
+    """Returns the grammar of calls beside a JSON answer, which may begin like a call.
+
+    Calls are written as `%json`, so that calls and the answer have the same lexemes.
+    """
     lines, unheld = list[str](), list[tuple[str, str]]()
     for i, (name, schema) in enumerate(calling.functions.items()):
         definitions = {word: schema[word] for word in _DEFINITIONS if word in schema}
@@ -347,13 +351,15 @@ def _beside_json(first: str, rules: Sequence[str], calling: Calling) -> CallGram
 
 
 def _objects(calling: Calling, key: str) -> list[str]:
-    """Returns rules of calls that are an object. If the arguments come first, any function's may
-    come.
+    """Returns the rules of calls that are an object.
 
-    The beginning of an object is one lexeme. So it ends where text that may come instead is ruled
-    out: the longest lexeme wins, and text could be longer than a brace.
+    If the arguments precede the name, arguments of all functions are tried in parallel.
 
-    A required call begins in a single spelling: there the model makes no choice that could be lost.
+    The beginning of an object is one lexeme. The longest lexeme wins, so text that may come instead
+    of a call must not match as a longer lexeme than the brace. The lexeme ends where such text is
+    excluded.
+
+    A required call begins in a single spelling, as the model has no other choice there.
     """
     if calling.at_least_one:
         return [

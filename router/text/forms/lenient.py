@@ -5,7 +5,7 @@ any order, blanks anywhere, and characters with or without escapes. All this is 
 
     object     named keys in any order and each once, all required ones, other keys if allowed
     array      items, and their number
-    string     length; pattern and format, if the compiler knows them
+    string     length; pattern and format, if the compiler supports them
     number     bounds and multiples
     enum       texts in any spelling
     anyOf      alternatives; `oneOf` too, if no value satisfies two
@@ -13,7 +13,8 @@ any order, blanks anywhere, and characters with or without escapes. All this is 
 Other keywords are not enforced; `unheld` lists their places. The grammar never forbids a value that
 the schema allows.
 
-In keys, letters and digits must not be escaped, so that no other key passes for a named one.
+In keys, letters and digits must not be escaped, so that an escaped spelling of a named key is not
+accepted as another key.
 
 Source: JSON Schema 2020-12; RFC 8259; llguidance, docs/parametric.md.
 """
@@ -28,11 +29,11 @@ from engine.errors import GrammarError
 from engine.grammar.disjoint import Disjointness, names_in
 from engine.grammar.json_schemas import COMPACT, MAX_EXACT_INT, followed
 
-MAX_RULES = 1000  # rules per schema
-MAX_STEPS = 300  # steps of the proof that alternatives exclude each other
-MAX_INSIDE = 64  # depth of nested values
-MAX_MARKED = 62  # keys of one object that are counted; a rule's parameter has 64 bits
-MAX_REPEATS = 1000  # items and characters that are counted
+MAX_RULES = 1000  # maximum number of rules per schema
+MAX_STEPS = 300  # maximum steps to prove that alternatives exclude each other
+MAX_INSIDE = 64  # maximum depth of nested values
+MAX_MARKED = 62  # maximum number of tracked keys of an object; a rule's parameter has 64 bits
+MAX_REPEATS = 1000  # maximum number of items or characters that is enforced
 
 Json = Any
 Schema = Mapping[str, Json]
@@ -41,18 +42,18 @@ _HEX = "[0-9a-fA-F]"
 _PAIR = rf"\\u[dD][89abAB]{_HEX}{{2}}\\u[dD][c-fC-F]{_HEX}{{2}}"
 _PLAIN, _SHORT = r'[^"\\\x00-\x1f]', r'\\["\\\/bfnrt]'
 _CHAR = rf"{_PLAIN}|{_SHORT}|\\u([0-9a-ce-fA-CE-F]{_HEX}{{3}}|[dD][0-7]{_HEX}{{2}})|{_PAIR}"
-# Without escapes of letters and the like, so that keys can be distinguished.
+# Without escapes of printable ASCII characters, so that named keys can be recognised.
 _KEY_CHAR = (
     rf"{_PLAIN}|{_SHORT}|\\u(00[0189a-fA-F]{_HEX}|0[1-9a-fA-F]{_HEX}{{2}}|"
     rf"[1-9a-ce-fA-CE-F]{_HEX}{{3}}|[dD][0-7]{_HEX}{{2}})|{_PAIR}"
 )
 _INTEGER = "-?(0|[1-9][0-9]*)"
 BLANKS = r"( |\r?\n( {0,8}|\t{0,2}))"
-RULES = [  # shared by all schemas of a grammar
+RULES = [  # the rules that all schemas of a grammar share
     "gap: GAP?",
-    r"GAP: / |\r?\n( {0,40}|\t{0,10})/",  # compact or indented: endless blanks would be no progress
+    r"GAP: / |\r?\n( {0,40}|\t{0,10})/",  # limited, as endless blanks would be no progress
     "edge: EDGE?",
-    f"EDGE: /{BLANKS}/",  # around the parts of a call
+    f"EDGE: /{BLANKS}/",  # blanks around the parts of a call
     f'STRING: /"({_CHAR})*"/',
     f'KEY: /"({_KEY_CHAR})*"/',
     rf"INTEGER: /{_INTEGER}(\.0)?/",
@@ -63,7 +64,7 @@ RULES = [  # shared by all schemas of a grammar
     'any_pair: STRING gap ":" gap anything',
 ]
 _JSON = {"null": '"null"', "boolean": '"true" | "false"', "string": "STRING"}
-_PYTHON = {  # the same for values written as in Python
+_PYTHON = {  # the same types, as written in Python
     "null": '"None" | "null"',
     "boolean": '"True" | "False" | "true" | "false"',
     "string": "STRING | PYTHON_STRING",
@@ -96,19 +97,19 @@ _UNHELD = {
     *("prefixItems", "additionalItems", "contains", "uniqueItems"),
     *("unevaluatedItems", "unevaluatedProperties", "$dynamicRef", "$recursiveRef"),
 }
-# Keywords with these values require nothing.
+# A keyword with one of these values requires nothing.
 _NO_DEMAND: tuple[Json, ...] = (None, False, 0, [], {})
 
 
 class LenientSchema:
-    """The rules of one schema, with names that begin with `prefix`; `start` is an expression."""
+    """The rules of one schema. Their names begin with `prefix`. `start` is an expression."""
 
     def __init__(self, schema: Json, prefix: str, *, is_python: bool = False) -> None:
         self._texts = _PYTHON if is_python else _JSON
         self._known = Disjointness(schema, max_steps=MAX_STEPS)
         self._prefix = prefix
-        self._named: dict[int, tuple[Json, str]] = {}  # schemas and their rules, by id
-        self._inside = 0  # depth of the value that is being read
+        self._named: dict[int, tuple[Json, str]] = {}  # schema and rule name, by the schema's id
+        self._inside = 0  # depth of the value that is being converted
         self.rules: list[str] = []
         self.unheld: list[str] = []
         self.start = self._value(schema, "")
@@ -116,7 +117,7 @@ class LenientSchema:
             self.rules, self.unheld, self.start = [], [""], "any_object"
 
     def _value(self, schema: Json, at: str) -> str:
-        """Returns an expression for a schema's values: a rule, shared by repeated schemas."""
+        """Returns the name of the rule for a schema's values. Repeated schemas share a rule."""
         if not isinstance(schema, dict) or self._inside > MAX_INSIDE or self._is_full:
             if not isinstance(schema, bool):
                 self._record(at)
@@ -124,7 +125,7 @@ class LenientSchema:
         if id(schema) in self._named:
             return self._named[id(schema)][1]
         name = f"{self._prefix}_{len(self._named)}"
-        self._named[id(schema)] = (schema, name)  # kept alive, as its id could be reused
+        self._named[id(schema)] = (schema, name)  # keeps `schema`, so its id stays unique
         self._inside += 1
         self.rules.append(f"{name}: {self._alternatives(schema, at)}")
         self._inside -= 1
@@ -154,7 +155,7 @@ class LenientSchema:
         return self._by_type(schema, at)
 
     def _is_only(self, schema: Schema, keyword: str) -> bool:
-        """True if the schema requires only a list with one schema."""
+        """True if `allOf` with a single schema is all that the schema requires."""
         parts = schema.get(keyword)
         others = set().union(
             *_BY_TYPE.values(), {"$ref", "anyOf", "oneOf", "enum", "const", "type"}
@@ -163,7 +164,7 @@ class LenientSchema:
         return alone and not others & schema.keys()
 
     def _referred(self, reference: Json, at: str) -> str:
-        """Returns the rule of a reference's target, past targets that only refer further."""
+        """Returns the rule of a reference's target. Follows a few references to references."""
         target = self._known.target(reference)
         for _ in range(8):
             if not isinstance(target, dict) or "$ref" not in target:
@@ -175,7 +176,7 @@ class LenientSchema:
         return self._value(target, f"{at}.$ref")
 
     def _branches(self, schema: Schema, keyword: str, at: str) -> str | None:
-        """Returns the alternatives, if the schema requires nothing else but a type."""
+        """Returns an expression for the alternatives; None if the schema has other requirements."""
         branches = schema[keyword]
         demands = set().union(*_BY_TYPE.values(), {"enum", "const", "anyOf", "oneOf"}) - {keyword}
         if not isinstance(branches, list) or demands & schema.keys():
@@ -225,7 +226,7 @@ class LenientSchema:
         return self._scalar(kind, schema, at)
 
     def _scalar(self, kind: str, schema: Schema, at: str) -> str:
-        """Returns a text or a number. llguidance compiles keywords other than lengths."""
+        """Returns an expression for a text or a number. llguidance compiles most keywords."""
         held = {name: schema[name] for name in schema if name in _BY_TYPE[kind]}
         held = {name: value for name, value in held.items() if value is not None}
         if kind == "string" and not held.keys() - {"minLength", "maxLength"}:
@@ -237,11 +238,11 @@ class LenientSchema:
         return self._texts.get(kind, kind.upper())
 
     def _followed(self, kind: str, held: Schema, at: str) -> Schema:
-        """Returns the keywords that the compiler supports together, found one by one."""
+        """Returns the keywords that the compiler supports together. They are tested one by one."""
         known: dict[str, Json] = {}
         for name, value in held.items():
             if name in _BOUNDS and type(value) in (int, float) and abs(value) <= MAX_EXACT_INT:
-                known[name] = value  # the usual case
+                known[name] = value  # the usual case, which is always supported
                 continue
             try:
                 followed({"type": kind, **known, name: value})
@@ -252,7 +253,7 @@ class LenientSchema:
         return known
 
     def _bounds(self, schema: Schema, least: str, most: str, at: str) -> tuple[int, int | None]:
-        """Returns both bounds of a repetition. Unusable bounds are recorded and then ignored."""
+        """Returns both bounds of a repetition. Bounds that cannot be enforced are recorded."""
         low, high = schema.get(least) or 0, schema.get(most)
         counts = [each for each in (low, high) if each is not None]
         if not all(type(each) is int and 0 <= each <= MAX_REPEATS for each in counts):
@@ -276,7 +277,10 @@ class LenientSchema:
     # ------------------------------------------------------------ objects
 
     def _object(self, schema: Schema, at: str) -> str:
-        """Returns all keys in any order. Bit i of the parameter is set once key i has come."""
+        """Returns an expression for an object with its keys in any order.
+
+        Bit i of the rule's parameter is set once key i has been written.
+        """
         properties = schema.get("properties")
         if not isinstance(properties, dict):
             properties = {}
@@ -299,7 +303,10 @@ class LenientSchema:
         return self._members(pairs, min(len(set(required)), MAX_MARKED), other is not None)
 
     def _members(self, pairs: Sequence[str], num_required: int, is_open: bool) -> str:  # noqa: FBT001
-        """Returns an object of these pairs; the first are required and the last may repeat."""
+        """Returns an expression for an object of these pairs.
+
+        The first `num_required` pairs are required. If `is_open`, the last pair may repeat.
+        """
         if not pairs:
             return '"{" gap "}"'
         marked = min(len(pairs) - is_open, MAX_MARKED)
@@ -341,13 +348,13 @@ def _times(least: int, most: int | None) -> str:
 
 
 def lenient_grammar(schema: Json) -> tuple[str, Sequence[str]]:
-    """Returns the grammar of one value, and the places that the grammar does not enforce."""
+    """Returns the grammar of one value, and the places of the schema that it does not enforce."""
     found = LenientSchema(schema, "v")
     return "\n".join([f"start: {found.start}", *RULES, *found.rules]), found.unheld
 
 
 def can_be_held(schema: Json) -> bool:
-    """True if the rules of the schema itself can be compiled."""
+    """True if the compiler supports the schema without changes."""
     try:
         followed(schema)
     except GrammarError:
@@ -356,7 +363,7 @@ def can_be_held(schema: Json) -> bool:
 
 
 def key_of(text: str) -> str:
-    """Returns a key in Lark, in each spelling except escapes of letters and digits."""
+    """Returns a key in Lark, in all spellings that do not escape letters and digits."""
     return f'/"{_NOT_PLAIN.sub(lambda found: _spellings(found[0]), text)}"/'
 
 
@@ -381,7 +388,7 @@ def _any_case(code: str) -> str:
 
 
 def _constant(value: Json) -> str:
-    """Returns an expression for one value."""
+    """Returns an expression for one constant value."""
     match value:
         case str():
             return key_of(value)

@@ -1,4 +1,4 @@
-"""Calls as a list of Python calls. The parser converts values to JSON, one by one."""
+"""The form of calls as a list of Python calls. The parser converts each value to JSON."""
 
 import ast
 import json
@@ -51,7 +51,7 @@ class Pythonic:
     marks: Sequence[str] = ()
 
     def begin_of(self, functions: Collection[str]) -> CallBegin:
-        """A list that begins with the name of a function and a parenthesis."""
+        """Returns the beginnings of a list: the name of a function and a parenthesis."""
         names = "|".join(map(re.escape, functions))
         compact = [f"[{name}(" for name in functions]
         return CallBegin(re.compile(rf"\s*\[\s*({names})\s*\("), compact)
@@ -59,7 +59,7 @@ class Pythonic:
     def grammar(
         self, calling: Calling, token_of: TokenOf, answer: AnswerRules = ANY_TEXT
     ) -> CallGrammar:
-        """A list of calls, or text that does not begin like a call."""
+        """Returns the grammar of a list of calls, or of text that does not begin like a call."""
         more = "" if calling.at_most_one else f' (edge "," edge ({any_call(calling)}))*'
         first_call = " | ".join(f"FIRST_{i} rest_{i}" for i in range(len(calling.functions)))
         calls = f'({first_call}){more} edge "]"'
@@ -72,7 +72,7 @@ class Pythonic:
         for i, (name, found) in enumerate(all_found):
             unheld += [(name, place) for place in found.unheld]
             members = found.begin(f"members_{i}")
-            # One lexeme; it ends where other text is ruled out, as the longest lexeme wins.
+            # One lexeme, which ends where other text is excluded, as the longest lexeme wins.
             lines.append(rf"FIRST_{i}: /\[{BLANKS}?{re.escape(name)}{BLANKS}?\(/")
             lines.append(f'call_{i}: {literal(name)} edge "(" rest_{i}')
             lines.append(f'rest_{i}: edge {members} edge ")"')
@@ -80,7 +80,7 @@ class Pythonic:
         return CallGrammar("\n".join(dict.fromkeys(lines)), tuple(unheld))
 
     def parser(self, calling: Calling, rng: random.Random) -> "PythonicParser":
-        """Returns a parser of one answer."""
+        """Returns a new parser, for one answer."""
         return PythonicParser(rng, self.begin_of(calling.functions))
 
 
@@ -124,10 +124,10 @@ class PythonicParser(CallParser):
     def __init__(self, rng: random.Random, begin: CallBegin) -> None:
         super().__init__(rng)
         self._begin = begin
-        self._is_begin = True  # unknown whether calls come
+        self._is_begin = True  # True while it is unknown whether calls come
         self._in_call = False
         self._num_values = 0
-        self._end: _PythonEnd | None = None  # set while a value comes
+        self._end: _PythonEnd | None = None  # set while a value arrives
         self._value = ""
 
     def _content(self) -> list[Delta]:
@@ -168,7 +168,7 @@ class PythonicParser(CallParser):
 
 
 class _PythonEnd:
-    """Finds the comma or parenthesis after a value that comes in pieces."""
+    """Finds the comma or parenthesis after a value that arrives in pieces."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -196,7 +196,7 @@ class _PythonEnd:
 
 
 def _json_of_python(text: str) -> str:
-    """Converts a value to JSON; a value that is neither JSON nor a Python literal stays a text."""
+    """Converts a value to JSON. If it is neither JSON nor a Python literal, it becomes a text."""
     for read in (json.loads, ast.literal_eval):
         try:
             return json.dumps(read(text.strip()), ensure_ascii=False)

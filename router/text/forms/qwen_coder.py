@@ -1,4 +1,4 @@
-"""The call form of Qwen3-Coder: XML with unquoted texts. The parser converts values to JSON."""
+"""The call form of Qwen3-Coder: XML with unquoted texts. The parser converts each value to JSON."""
 
 import json
 import random
@@ -37,10 +37,10 @@ from router.text.forms.written_values import (
 )
 
 _KEY = r"[^>\s]+"
-MAX_TEXT_LEN = 1000  # counted characters of a text
+MAX_TEXT_LEN = 1000  # maximum length of a text that is enforced
 _XML_KEY = re.compile(_KEY)
 _RULES = [rf"ANY_KEY: /<parameter={_KEY}>/", r"any_value[lazy]: /(?s:.*)<\/parameter>/"]
-# Keywords that cannot be enforced on a text without quotes.
+# Keywords that a grammar cannot enforce on a text without quotes.
 _HELD_KEYWORDS = {"format", "pattern", "contentEncoding", "contentMediaType", "allOf", "not"}
 
 
@@ -64,7 +64,7 @@ class QwenCoder:
     def grammar(
         self, calling: Calling, token_of: TokenOf, answer: AnswerRules = ANY_TEXT
     ) -> CallGrammar:
-        """Text, then calls, whose arguments come in any order."""
+        """Returns the grammar of text, then calls, with arguments in any order."""
         begin, end = (mark(each, token_of) for each in self.marks)
         before, rules = text_before(self.marks[0], token_of)
         body = f"edge ({any_call(calling)}) edge {end}"
@@ -82,12 +82,15 @@ class QwenCoder:
         return CallGrammar("\n".join(lines), tuple(unheld))
 
     def parser(self, calling: Calling, rng: random.Random) -> "QwenCoderParser":
-        """Returns a parser of one answer."""
+        """Returns a new parser, for one answer."""
         return QwenCoderParser(calling, rng)
 
 
 def _xml_arguments(calling: Calling, name: str, place: str) -> WrittenArguments:
-    """Returns one function's arguments. Raises InvalidRequest if a strict one has no rule."""
+    """Returns the rules of one function's arguments.
+
+    Raises InvalidRequest if the tool is strict and an argument's schema cannot be enforced.
+    """
     schema, is_held = calling.functions[name], name in calling.held
     keys, rules, unheld = dict[str, str](), list[str](), list[str]()
     for j, (key, one) in enumerate(properties_of(schema, name, is_held=is_held).items()):
@@ -111,7 +114,7 @@ def _xml_arguments(calling: Calling, name: str, place: str) -> WrittenArguments:
 
 
 class _XmlValue:
-    """The rules of one value with its end mark: a text without quotes, other values as JSON."""
+    """The rules of one value with its end mark: a text without quotes, or JSON for other types."""
 
     def __init__(
         self, key: str, schema: Any, root: Mapping[str, Any], place: str, *, is_held: bool
@@ -174,10 +177,10 @@ class QwenCoderParser(CallParser):
     def __init__(self, calling: Calling, rng: random.Random) -> None:
         super().__init__(rng)
         self._functions = calling.functions
-        self._schema: Mapping[str, Any] | None = None  # set while a call comes
-        self._num_values = 0  # values of the present call so far
+        self._schema: Mapping[str, Any] | None = None  # schema of the present call
+        self._num_values = 0  # number of values of the present call so far
         self._kinds: frozenset[str] | None = None  # types of the present value; None: no value
-        self._is_first = False  # no text of this value has come
+        self._is_first = False  # True if no text of this value has arrived
 
     def _content(self) -> list[Delta]:
         shown, found, rest = first_mark(self._pending, ("<tool_call>",))
@@ -203,9 +206,9 @@ class QwenCoderParser(CallParser):
         return [self._arguments(head + ('"' if self._kinds == {"string"} else ""))]
 
     def _value(self, kinds: frozenset[str]) -> list[Delta] | None:
-        """Passes on a text as it comes, and any other value once it is complete.
+        """Returns a text as it arrives, and any other value when it is complete.
 
-        One line break after the start mark is not a part of the value, nor is one before the end
+        A line break after the start mark is not a part of the value. The same holds before the end
         mark.
         """
         if self._is_first and self._pending:
@@ -227,7 +230,7 @@ def _escaped(text: str) -> str:
 
 
 def _json_of(text: str, kinds: frozenset[str]) -> str:
-    """Converts a value to JSON; a value of none of these types stays a text."""
+    """Converts a value to JSON. A value of no other allowed type becomes a text."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

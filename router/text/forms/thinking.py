@@ -1,8 +1,8 @@
 """Reasoning between two marks, before the answer: DeepSeek-R1, Qwen3 and many others.
 
 The start mark may already be in the prompt, since some chat templates end with it. Other templates
-write an empty reasoning into the prompt if no reasoning is wanted. So the end of the prompt decides
-first, and then the beginning of the answer.
+write an empty reasoning into the prompt if the client wants no reasoning. So the end of the prompt
+is checked first, and then the beginning of the answer.
 
 Sources: the chat templates of DeepSeek-R1 and Qwen3; vLLM, reasoning outputs.
 """
@@ -16,13 +16,16 @@ BEGIN, END = "<think>", "</think>"
 
 @dataclass(frozen=True, slots=True)
 class ThinkingForm:
-    """How a model marks its reasoning; a model that `always_thinks` may omit the start mark."""
+    """The marks of a model's reasoning. A model that `always_thinks` may omit the start mark."""
 
     name: str
     always_thinks: bool = False
 
     def is_thinking(self, prompt_end: str) -> bool | None:
-        """True if an answer begins with reasoning, False if not; None: its first mark decides."""
+        """True if an answer to this prompt begins with reasoning, False if it does not.
+
+        Returns None if this depends on the first mark of the answer.
+        """
         begin, end = prompt_end.rfind(BEGIN), prompt_end.rfind(END)
         if begin > end:
             return True
@@ -32,27 +35,27 @@ class ThinkingForm:
 
 
 class ThinkingParser:
-    """Separates reasoning from an answer; `inner` parses the rest."""
+    """Separates reasoning from the answer. `inner` parses the answer."""
 
     def __init__(self, inner: AnswerParser, *, is_thinking: bool | None) -> None:
         self._inner = inner
         self._pending = ""
-        self._may_begin = is_thinking is not False  # a start mark may come
-        self._is_thinking = is_thinking  # None: unknown so far
-        self._is_blank = False  # only blanks have come since the end of the reasoning
+        self._may_begin = is_thinking is not False  # True if a start mark may still come
+        self._is_thinking = is_thinking  # True in the reasoning; None: unknown so far
+        self._is_blank = False  # True while only blanks follow the reasoning
 
     @property
     def num_calls(self) -> int:
-        """The number of calls so far."""
+        """The number of calls that have begun."""
         return self._inner.num_calls
 
     @property
     def is_reasoning(self) -> bool:
-        """True inside the reasoning."""
+        """True while the next text is reasoning."""
         return self._is_thinking is True
 
     def feed(self, text: str) -> list[Delta]:
-        """Adds text of the answer and returns the deltas that are now certain."""
+        """Adds text of the answer. Returns the deltas that are now certain."""
         if self._is_thinking is False:
             return self._answer(text)
         self._pending += text
@@ -70,7 +73,7 @@ class ThinkingParser:
         return merged(deltas)
 
     def finish(self, *, is_cut: bool = False) -> list[Delta]:
-        """Returns the held text; a mark that was cut is not shown."""
+        """Returns the remaining text. An incomplete mark is not shown."""
         rest, self._pending = self._pending, ""
         if self._is_thinking is True:
             return [] if is_cut else merged([Reasoning(rest)])
@@ -78,7 +81,7 @@ class ThinkingParser:
         return merged([*deltas, *self._inner.finish(is_cut=is_cut)])
 
     def _find_begin(self) -> bool:
-        """Decides whether the answer begins with the start mark; False if more text is needed."""
+        """Checks if the answer begins with the start mark. Returns False if more text is needed."""
         begin = self._pending.lstrip()
         if BEGIN.startswith(begin) and begin != BEGIN:
             return False
@@ -98,15 +101,15 @@ class ThinkingParser:
 
 
 class PlainParser:
-    """Shows all text; for answers that call no tools."""
+    """Returns all text as it is, for answers that call no tools."""
 
     num_calls = 0
     is_reasoning = False
 
     def feed(self, text: str) -> list[Delta]:
-        """Returns the text itself."""
+        """Returns the text as one delta."""
         return [Content(text)] if text else []
 
     def finish(self, *, is_cut: bool = False) -> list[Delta]:
-        """Returns nothing, as no text is held."""
+        """Returns nothing, as all text was returned before."""
         return []

@@ -10,8 +10,8 @@ from engine.grammar.disjoint import TYPES, names_in, types_of
 from router.text.forms.calling import Calling, Room
 from router.text.forms.lenient import MAX_MARKED
 
-MAX_SCHEMAS = 100  # subschemas read to find the types of one value
-# Keywords about all arguments together; rules for single arguments cannot enforce them.
+MAX_SCHEMAS = 100  # maximum number of subschemas read to find the types of one value
+# Keywords that concern all arguments together. Rules of single arguments cannot enforce them.
 OF_WHOLE = ("allOf", "anyOf", "oneOf", "not", "if", "patternProperties", "minProperties")
 
 
@@ -19,18 +19,21 @@ OF_WHOLE = ("allOf", "anyOf", "oneOf", "not", "if", "patternProperties", "minPro
 class WrittenArguments:
     """The rules of one function's arguments by key, and the places that they do not enforce."""
 
-    keys: Mapping[str, str]  # an expression for each key with its value
+    keys: Mapping[str, str]  # for each key, an expression for the key and its value
     rules: Sequence[str]
     unheld: Sequence[str]
     required: Sequence[str]
-    other: str | None = None  # an expression for keys that the schema does not name
+    other: str | None = None  # expression for keys that the schema does not name
 
     def begin(self, name: str) -> str:
-        """Returns an expression for all arguments, using the rules of this name."""
+        """Returns an expression for all arguments. Its rules have this name."""
         return f"{name}::0x0" if self.keys or self.other else '""'
 
     def members(self, name: str, between: str = "") -> list[str]:
-        """Returns rules `NAME` for all arguments in any order; each once, required ones always."""
+        """Returns rules `NAME` for all arguments, in any order.
+
+        Each argument may occur once; required arguments must occur.
+        """
         if not self.keys and not self.other:
             return list(self.rules)
         keys = [*self.required, *(key for key in self.keys if key not in self.required)]
@@ -53,7 +56,7 @@ class WrittenArguments:
 def written(
     calling: Calling, arguments_of: Callable[[str, str], WrittenArguments], free: str
 ) -> Iterator[tuple[str, WrittenArguments]]:
-    """Returns each function's arguments, by name. Without budget, a function's rule is `free`."""
+    """Returns the arguments of each function, by name. Without budget, they are `free`."""
     room = Room()
     for i, (name, schema) in enumerate(calling.functions.items()):
         is_read = name in calling.held or (name not in calling.free and room.holds(schema))
@@ -69,7 +72,7 @@ def is_open(schema: Mapping[str, Any]) -> bool:
 
 
 def properties_of(schema: Mapping[str, Any], name: str, *, is_held: bool) -> dict[str, Any]:
-    """Returns the arguments of a function by name.
+    """Returns the schemas of a function's arguments by name.
 
     Raises InvalidRequest if the tool is strict and such forms cannot enforce its schema.
     """
@@ -82,7 +85,7 @@ def properties_of(schema: Mapping[str, Any], name: str, *, is_held: bool) -> dic
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns a property's schema, after following references within the document."""
+    """Returns a property's schema after following its references within the document."""
     for _ in range(8):
         reference = schema.get("$ref") if isinstance(schema, dict) else None
         if not isinstance(reference, str) or not reference.startswith("#/"):
@@ -100,18 +103,18 @@ def as_json(schema: Any, root: Mapping[str, Any]) -> str:
 
 
 def with_definitions(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a property's schema as a separate document."""
+    """Returns a property's schema as a document of its own, with definitions."""
     whole = dict(schema) if isinstance(schema, dict) else {}
     return whole | {name: root[name] for name in ("$defs", "definitions") if name in root}
 
 
 def kinds_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
-    """Returns the types that a property's value may have, as named by `types_of`."""
+    """Returns the types that a property's value may have, by the names of `types_of`."""
     return _kinds_of(schema, root, {})
 
 
 def _kinds_of(schema: Any, root: Mapping[str, Any], found: dict[int, Any]) -> frozenset[str]:
-    """Does the same, reading each schema once; until it is read, it may have any type."""
+    """Returns the same. Each schema is read once; while it is being read, any type counts."""
     known = resolved(schema, root)
     if id(known) in found:
         kinds: frozenset[str] = found[id(known)][1]
