@@ -1,11 +1,11 @@
 """Chooses the node on which a worker starts, and counts how many workers fit. Pure: no Ray.
 
-A worker takes GPUs and, if configured, one unit of a custom resource of its role. The cluster files
-call these resources `prefill_node` and `decode_node`. The units of a node are the number of workers
-of that role that may start there. The resource decides where a role *starts*, if there is room. A
-flipped worker stays on its node, and its successor takes the same place.
+A worker takes GPUs and, if configured, one unit of its role's custom resource. The cluster files
+call these resources `prefill_node` and `decode_node`. A node has one unit for each worker of that
+role that may start there. So the resource decides where workers of a role *start*, if there is
+room. A flipped worker stays on its node. If it is restarted, it gets the same place.
 
-Resources that other programs use are not known here. Ray makes the final choice.
+This module does not know which resources other programs use. Ray makes the final choice.
 """
 
 import math
@@ -19,17 +19,17 @@ from engine.control import SERVING_ROLES, Pools
 from engine.errors import ConfigError
 from engine.messages import Role
 
-LEAST_ROOM = 4  # number of workers that always fit: with fewer cores they share cores
-HARDLY_ANYTHING = {"CPU": 0.001}  # Ray's smallest reservation, for workers without needs
+LEAST_ROOM = 4  # number of workers that always fit; on fewer cores, workers share cores
+HARDLY_ANYTHING = {"CPU": 0.001}  # Ray's smallest reservation, for workers that need no resource
 
 
 class NoRoom(ConfigError):
-    """No node has room for a worker. A node may come later."""
+    """No node has room for a worker. A node with room may join later."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A live node and its total amount of each resource, used or not."""
+    """A live node, with its total amount of each resource (used and unused)."""
 
     node_id: str
     address: str
@@ -38,7 +38,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """A worker's reservation on a node. It takes the resource of `role`."""
+    """A worker's reservation on a node. The reservation takes the custom resource of `role`."""
 
     worker: str
     role: Role
@@ -48,7 +48,7 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class NodePlacement:
-    """The needs of each worker, and the spread of workers over nodes."""
+    """The resources that each worker needs, and the rule that spreads workers over nodes."""
 
     num_gpus: float = 0.0
     prefill_resource: str | None = None
@@ -57,15 +57,15 @@ class NodePlacement:
 
     @classmethod
     def of(cls, pools: PoolsConfig, num_gpus: float) -> "NodePlacement":
-        """Returns the configured placement of workers with `num_gpus` each."""
+        """Returns the configured placement for workers that take `num_gpus` each."""
         return cls(num_gpus, pools.prefill_resource, pools.decode_resource, pools.placement)
 
     def with_gpus(self, num_gpus: float) -> "NodePlacement":
-        """Returns a placement of workers with `num_gpus` each."""
+        """Returns the same placement for workers that take `num_gpus` each."""
         return replace(self, num_gpus=num_gpus)
 
     def needs(self, role: Role) -> dict[str, float]:
-        """Returns the resources that a worker of that role reserves."""
+        """Returns the resources that a worker of this role reserves."""
         resource = self._resource(role)
         needs = {} if resource is None else {resource: 1.0}
         if self.num_gpus:
@@ -75,32 +75,35 @@ class NodePlacement:
     def stand_in(
         self, role: Role, nodes: Sequence[Node], places: Sequence[Reservation]
     ) -> Role | None:
-        """Returns a role of another resource that has room; None if there is none."""
+        """Returns a role whose custom resource differs and still has room.
+
+        None if there is no such role.
+        """
         others = (other for other in SERVING_ROLES if self.needs(other) != self.needs(role))
         return next((other for other in others if self.choose(other, nodes, places)), None)
 
     def usable(self, nodes: Iterable[Node]) -> list[Node]:
-        """Returns the nodes on which a worker of any role may start."""
+        """Returns the nodes on which a worker of at least one role may start."""
         needs = [self.needs(role) for role in SERVING_ROLES]
         return [node for node in nodes if any(_how_many(node.has, each) for each in needs)]
 
     def room(self, nodes: Iterable[Node]) -> int:
-        """Returns how many workers fit in all, including those that run."""
+        """Returns how many workers fit in total. Running workers are included."""
         usable = self.usable(nodes)
         most = sum(self._holds(node) for node in usable)
-        if not self.num_gpus:  # cores can be shared, but more workers than cores are useless
+        if not self.num_gpus:  # workers can share cores, but more workers than cores are useless
             most = min(most, max(LEAST_ROOM, int(_total(usable, "CPU"))))
         return int(most)
 
     def room_for(self, role: Role, nodes: Iterable[Node]) -> int:
-        """Returns how many workers fit if all start with that role."""
+        """Returns how many workers fit if all workers start with this role."""
         return sum(_how_many(node.has, self.needs(role)) for node in nodes)
 
     def scarce(self, nodes: Iterable[Node]) -> str:
         """Returns the resources that limit the number of workers, as a sentence for operators.
 
-        It lists custom resources and GPUs of all nodes, even of nodes without a worker. It lists
-        the cores only of nodes on which a worker may start.
+        The sentence has the custom resources and GPUs of all nodes. It has the cores only of nodes
+        on which a worker may start.
         """
         there = list(nodes)
         usable = self.usable(there)
@@ -117,10 +120,11 @@ class NodePlacement:
     def choose(
         self, role: Role, nodes: Iterable[Node], places: Sequence[Reservation]
     ) -> str | None:
-        """Returns the node for one more worker; None if no node has room.
+        """Returns the node on which the next worker should start. None if no node has room.
 
         PACK chooses the node with the most workers. SPREAD chooses the node with the fewest workers
-        of the role, then the fewest of all. Without GPUs both prefer nodes with idle cores.
+        of the role; on a tie, the node with the fewest workers. Without GPUs both rules prefer
+        nodes with idle cores.
         """
         needs = self.needs(role)
 
@@ -137,9 +141,10 @@ class NodePlacement:
     def bundles(
         self, num_workers: int, roles: Sequence[Role], wanted: Pools
     ) -> list[dict[str, float]]:
-        """Returns the resources of `num_workers` workers; `roles` are the roles that have a place.
+        """Returns the resources of each worker. `roles` has the roles of places that are reserved
+        already.
 
-        Further workers get the role that lacks the largest share of its `wanted` number.
+        Each further worker gets the role that lacks the largest share of its `wanted` number.
         """
         counts = Counter(roles)
         more = []
@@ -147,14 +152,14 @@ class NodePlacement:
             role = min(SERVING_ROLES, key=lambda role: _share(counts[role], wanted.of(role)))
             counts[role] += 1
             more.append(role)
-        core = {} if self.num_gpus else {"CPU": 1.0}  # consistent with `room`
+        core = {} if self.num_gpus else {"CPU": 1.0}  # one core per worker, as in `room`
         return [{**self.needs(role), **core} for role in (*roles, *more)[:num_workers]]
 
     def _resource(self, role: Role) -> str | None:
         return self.prefill_resource if role is Role.PREFILL else self.decode_resource
 
     def _holds(self, node: Node) -> float:
-        """Returns the number of workers that fit on a node; infinity if they only need cores."""
+        """Returns the number of workers that fit on a node; infinity if workers only need cores."""
         names = {self.prefill_resource, self.decode_resource}
         most = math.inf
         if None not in names:
@@ -170,10 +175,10 @@ ANYWHERE = NodePlacement()
 def nodes_to_start_on(
     there: Iterable[Node], config: PoolsConfig, wanted: Pools, num_gpus: float
 ) -> list[Node]:
-    """Returns the nodes for the first workers, of `num_gpus` each. Raises ConfigError if they do
-    not all fit.
+    """Returns the nodes for the first workers. Raises ConfigError if some workers do not fit.
 
-    If `max_workers` includes nodes that come later, only one worker of each role must fit.
+    Each worker takes `num_gpus`. If `max_workers` is configured, nodes may join later, so only one
+    worker of each role must fit.
     """
     placement = NodePlacement.of(config, num_gpus)
     there = list(there)
@@ -191,7 +196,10 @@ def nodes_to_start_on(
 
 
 def _has_room(node: Node, needs: Mapping[str, float], places: Sequence[Reservation]) -> bool:
-    """True if a node has room for one more worker. All workers take the same amounts."""
+    """True if a node has room for one more worker.
+
+    Every worker takes the same amount of a resource.
+    """
     here = [place for place in places if place.node_id == node.node_id]
     return all(
         _units(node.has, name, each) > sum(name in place.takes for place in here)
@@ -204,7 +212,7 @@ def _how_many(has: Mapping[str, float], needs: Mapping[str, float]) -> int:
 
 
 def _units(has: Mapping[str, float], name: str, each: float) -> int:
-    """Returns the number of workers that a resource suffices for. No worker spans part GPUs."""
+    """Returns for how many workers a resource suffices. No worker gets parts of two GPUs."""
     there = has.get(name, 0.0)
     if name == "GPU" and each < 1:
         return int(there) * int(1 / each)
@@ -212,7 +220,7 @@ def _units(has: Mapping[str, float], name: str, each: float) -> int:
 
 
 def _share(there: int, wanted: int) -> float:
-    """Returns the share of wanted workers that exist; infinity if none is wanted."""
+    """Returns the share of wanted workers that exist; infinity if no worker is wanted."""
     return there / wanted if wanted else math.inf
 
 

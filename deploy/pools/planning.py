@@ -1,18 +1,18 @@
-"""Connects the planner to live pools: its input, the orders that follow, and a record of them.
+"""Connects the planner to live pools: makes its input, gives its orders, records its decisions.
 
 `router.planning.planner` computes the number of workers of each pool from all gateways' reports. A
-proposal with a change becomes an order, like an operator's order. `deploy.pools.workers.reconcile`
-then chooses the worker to flip, start or retire.
+proposal that changes something is given as an order, like an operator's order.
+`deploy.pools.workers.reconcile` then chooses the worker to flip, start or retire.
 
-Each model has its own planner. All planners have the same bounds, and share the room.
+Each model has a planner. All planners have the same bounds, and share the room.
 
-An operator may give orders while the planner is on. The planner continues from the new pools, and
-does not undo an order before its cool-down is over. The cool-down restarts when the controller
-starts or the planner is switched on, because earlier orders are unknown then.
+An operator may give orders while the planner is on. The planner continues from the ordered pools.
+It does not undo an operator's order before the planner's cool-down is over. The cool-down restarts
+when the controller starts or the planner is switched on, because earlier orders are unknown then.
 
-If the planner wants more workers than fit, the launcher must ask for more room: `room_for`, at most
-`pools.max_workers`. The request is withdrawn once the planner is off, even if an earlier controller
-made it.
+If the planner wants more workers than fit, the launcher must request room for `room_for` workers,
+at most `pools.max_workers`. The request is withdrawn once the planner is off, even if an earlier
+controller made the request.
 """
 
 from collections import Counter, deque
@@ -40,27 +40,28 @@ _PRESENT = (WorkerState.SERVING, WorkerState.FLIPPING)
 
 
 class DecisionOutcome(StrEnum):
-    """The result of a proposal."""
+    """What happened to a proposal."""
 
-    DONE = "done"  # ordered; the history of the pools shows the steps
-    ONLY_TOLD = "only told"  # in a dry run
+    DONE = "done"  # ordered; the pools' history has the steps that followed
+    ONLY_TOLD = "only told"  # only reported, because of a dry run
     REFUSED = "refused"
 
 
 class DecisionKind(StrEnum):
-    """The change that a proposal makes."""
+    """The kind of change that a proposal makes."""
 
-    FLIP = "flip"  # workers take other roles
+    FLIP = "flip"  # the total stays, and workers take other roles
     GROW = "grow"
     SHRINK = "shrink"
-    ROOM = "room"  # only the requested number of nodes changes
+    ROOM = "room"  # the pools stay, and only the requested number of nodes changes
 
 
 @dataclass(frozen=True, slots=True)
 class PlannerDecision:
-    """A proposal that would change pools or room.
+    """A proposal of the planner that would change the pools or the requested room.
 
-    `num_workers` is the wanted total. If `after` has fewer, there is no room for the rest yet.
+    `num_workers` is the wanted total. If `after` has fewer workers, there is no room for the others
+    yet.
     """
 
     number: int
@@ -72,7 +73,7 @@ class PlannerDecision:
     outcome: DecisionOutcome
     why_refused: str
     reasons: tuple[str, ...]
-    model: str = MAIN_LINE  # beside the main one
+    model: str = MAIN_LINE  # line of the planned model
 
     def __str__(self) -> str:
         changes = [
@@ -88,7 +89,7 @@ class PlannerDecision:
 
     @property
     def changes_something(self) -> bool:
-        """True if pools or room would change."""
+        """True if the decision would change the pools or the requested room."""
         return self.after != self.before or self.num_workers != self.after.total
 
     @property
@@ -101,7 +102,7 @@ class PlannerDecision:
 
     @property
     def what(self) -> tuple[object, ...]:
-        """The content without time and reasons, to detect a repetition."""
+        """The decision without its time and reasons, to detect a repetition."""
         pools = self.before, self.after, self.num_workers
         return self.mode, *pools, self.outcome, self.why_refused
 
@@ -111,12 +112,12 @@ def rules_of(config: Config) -> PlannerRules:
     bounds, router = msgspec.structs.asdict(config.planner), config.router
     limits = (bounds["max_workers"], config.pools.max_workers)
     if None not in limits:
-        bounds["max_workers"] = min(limits)  # the planner never asks for more room
+        bounds["max_workers"] = min(limits)  # the planner never requests more room than this
     return PlannerRules(**bounds, ttft_s=router.slo_ttft_s, tpot_s=router.slo_tpot_s)
 
 
 class Planning:
-    """Asks the planner while it is on or in a dry run, and keeps its decisions."""
+    """Runs each model's planner while planning is on or in a dry run. Keeps the decisions."""
 
     def __init__(
         self,
@@ -127,7 +128,7 @@ class Planning:
         max_workers: int | None = None,
         took_over: bool = False,
     ) -> None:
-        """`order` raises OrderRefused. `max_workers` of all roles bounds the room asked for.
+        """`order` may raise OrderRefused. `max_workers` limits the requested room for all roles.
 
         `took_over`: an earlier controller ran, and may have requested room.
         """
@@ -137,21 +138,24 @@ class Planning:
         self._max_workers = max_workers
         self._may_have_asked = took_over and rules.max_workers is not None
         self._planners: dict[str, Planner] = {}  # by line; empty while planning is off
-        self._needs: dict[str, int] = {}  # wanted workers by line, if its planner asks for room
+        self._needs: dict[str, int] = {}  # by line: workers for which room is requested
         self._num_decisions = 0
-        self.reasons: tuple[str, ...] = ()  # for the latest proposal, even without a change
-        self.room_for: int | None = None  # workers of all roles; None: no request
+        self.reasons: tuple[str, ...] = ()  # reasons of the latest proposal, even without a change
+        self.room_for: int | None = None  # requested room in workers of all roles; None: no request
         self.decisions: deque[PlannerDecision] = deque(maxlen=MAX_DECISIONS)
         self.counts: Counter[tuple[DecisionKind, DecisionOutcome]] = Counter()
 
     def follow(self, rules: PlannerRules, max_workers: int | None) -> None:
-        """Plans by these rules from now on. Changed rules reset the observations."""
+        """From now on plans by these rules.
+
+        If the rules differ from the previous ones, past observations are dropped.
+        """
         if (rules, max_workers) != (self._rules, self._max_workers):
             self._rules, self._max_workers = rules, max_workers
             self._remove()
 
     def check(self, mode: PlannerMode) -> None:
-        """Raises OrderRefused if these pools cannot be planned."""
+        """Raises OrderRefused if the planner cannot plan the present pools."""
         formats = formats_of(self._machine.intent.current)
         held, wanted = formats[Role.PREFILL], formats[Role.DECODE]
         if mode is not PlannerMode.OFF and held != wanted:
@@ -166,10 +170,10 @@ class Planning:
         workers: Mapping[WorkerId, Welcome],
         now_s: float,
     ) -> list[PlannerDecision]:
-        """Returns the new decisions. The shell calls this about once a second.
+        """Plans each model, and returns the new decisions. Called about once a second.
 
-        `reports` has an entry for each gateway, None if it is silent. `workers` are the workers'
-        introductions.
+        `reports` has an entry for each gateway: None for a silent gateway. `workers` has the
+        workers' introductions.
         """
         intent, mode = self._machine.intent, self._machine.intent.planner
         lines = self._lines()
@@ -197,10 +201,10 @@ class Planning:
         workers: Mapping[WorkerId, Welcome],
         now_s: float,
     ) -> tuple[tuple[str, ...], PlannerDecision | None]:
-        """Returns the reasons of the proposal for a line, and the decision if it is new."""
+        """Plans one line. Returns the reasons of the proposal, and the decision if it is new."""
         versions = self._machine.intent.of_line(line)
         why_not = _why_not_planned(versions)
-        if why_not is not None:  # earlier observations do not apply afterwards
+        if why_not is not None:  # earlier observations will not apply later
             self._planners.pop(line, None)
             return (f"nothing: {why_not}",), None
         seen = [report.seen[line] for report in reports if report and line in report.seen]
@@ -215,7 +219,7 @@ class Planning:
         self, version: Version, plan: PoolPlan, pools: planner.PoolSizes, now_s: float
     ) -> PlannerDecision | None:
         intent, before = self._machine.intent, version.pools
-        after = msgspec.structs.replace(  # missing workers stay wanted
+        after = msgspec.structs.replace(  # workers that are missing now stay wanted
             before,
             prefill=before.prefill + plan.prefill - pools.prefill,
             decode=before.decode + plan.decode - pools.decode,
@@ -244,7 +248,7 @@ class Planning:
         return self._kept(decision) if decision.changes_something else None
 
     def _ask_for_room(self, line: str, num_workers: int) -> None:
-        """Requests the room for all models for which a planner has decided."""
+        """Records the room that a line needs. Requests the room that all lines need together."""
         intent = self._machine.intent
         self._needs[line] = num_workers
         wanted = {each: sum(v.pools.total for v in intent.of_line(each)) for each in self._lines()}
@@ -269,7 +273,8 @@ class Planning:
     def _kept(self, decision: PlannerDecision) -> PlannerDecision | None:
         """Records a decision. Returns None if it repeats the last decision.
 
-        A refused or dry-run proposal repeats each second. An order is always new.
+        A proposal that is refused, or made in a dry run, is repeated each second. An order counts
+        as new in any case.
         """
         is_order = decision.outcome is DecisionOutcome.DONE and decision.after != decision.before
         of_model = (each for each in reversed(self.decisions) if each.model == decision.model)
@@ -287,7 +292,7 @@ def _is_split(pools: Pools) -> bool:
 
 
 def _why_not_planned(versions: Sequence[Version]) -> str | None:
-    """Returns the reason why a line cannot be planned now; None if it can."""
+    """Returns the reason why a line cannot be planned now. None if the line can be planned."""
     current = versions[0]
     if current.asleep is not None:
         return "it sleeps"
@@ -308,7 +313,7 @@ def pools_of(
     *,
     num_gateways: int,
 ) -> planner.PoolSizes:
-    """Returns a version's pools as input of the planner.
+    """Returns a version's pools as the planner's input.
 
     A worker that was ordered but does not exist yet counts as changing.
     """

@@ -7,8 +7,8 @@ A pure part of the machine of the pools (`deploy.pools.machine`):
        └────────────┴───────────┘   start failed, or its keeper died
 
 Requests are served even if a store fails, so no other service waits for a store. A sleeping version
-keeps its stores. KV is never shared between versions, so each store belongs to one version. When a
-version is removed, its stores stop, and their space is freed.
+keeps its stores. Versions never share KV, so each store belongs to one version. When a version is
+removed, its stores are stopped, and their space is freed.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -43,7 +43,7 @@ class StoreState(StrEnum):
 
 @dataclass(slots=True)
 class PoolStore:
-    """A store that is wanted, or has not ended yet."""
+    """The record of a store that is wanted, or that has not ended yet."""
 
     version: Version
     node: str
@@ -58,16 +58,16 @@ def store_name(version: str, node: str) -> str:
 
 
 class Stores:
-    """Owns the state of each store. Handlers of events yield effects."""
+    """Owns the state of each store. The handler of each event yields effects."""
 
     def __init__(self, state: PoolState) -> None:
         self.by_name: dict[str, PoolStore] = {}
-        self.nodes: Sequence[str] | None = None  # None: not seen yet
-        self._seen: Mapping[str, tuple[str, ...]] = {}  # troubles that stores reported
+        self.nodes: Sequence[str] | None = None  # None: the nodes are not known yet
+        self._seen: Mapping[str, tuple[str, ...]] = {}  # by store: troubles that it reported
         self._state = state
 
     def members(self) -> tuple[Member, ...]:
-        """Returns the stores that serve."""
+        """Returns the serving stores as members."""
         return tuple(
             Member(WorkerId(name), store.address, store.version.name)
             for name, store in sorted(self.by_name.items())
@@ -75,7 +75,9 @@ class Stores:
         )
 
     def troubles(self) -> Iterator[str]:
-        """Yields a sentence for each store that does not run, and for each tier with a trouble."""
+        """Yields a sentence for each store that does not run, and for each trouble of a store's
+        tier.
+        """
         for name in self.by_name:
             if why := self._state.restarts.why(name):
                 yield f"{name} {why.removeprefix(f'{name} ')}"
@@ -83,7 +85,7 @@ class Stores:
                 yield f"{name}: {seen}"
 
     def on_seen(self, event: StoresSeen, _: float) -> Iterator[PoolEffect]:
-        """Keeps the troubles that stores reported."""
+        """Keeps the troubles that the stores report."""
         self._seen = event.troubles
         yield from ()
 

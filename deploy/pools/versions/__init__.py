@@ -1,1 +1,1 @@
-"""Versions of the model: orders about them, and rollouts."""
+"""Versions of models: orders about versions, and rollouts."""

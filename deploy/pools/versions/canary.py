@@ -1,10 +1,11 @@
-"""Judges a version that takes over by the requests that it has served. Pure.
+"""Judges a version that takes over by the requests that the version has served. Pure.
 
-A version is aborted if the share of its failed requests exceeds `update.max_failed` and twice the
-share of the other versions. It is also aborted if its share of late answers (beyond `router.slo_*`)
-exceeds the others' share by `update.max_late`. A hanging answer counts as late before it ends. Both
-shares count from the begin of the present step, so that all versions have had the same load. They
-are judged only from `update.min_requests` requests on.
+A version is aborted if its share of failed requests exceeds both `update.max_failed` and twice the
+share of the other versions. A version is also aborted if its share of late answers (later than
+`router.slo_*`) exceeds the other versions' share by `update.max_late`. An answer that hangs counts
+as late before it ends. Both shares are counted from the start of the present step, so that the
+compared requests had the same load. A version is judged once at least `update.min_requests` of its
+requests have ended or hang.
 """
 
 from collections.abc import Iterable
@@ -17,7 +18,10 @@ from engine.control import CanaryVerdict, EndedCounts, GatewayReport
 
 @dataclass(frozen=True, slots=True)
 class CanaryStanding:
-    """The results of a version in the present step. `begun_s`: None before its first request."""
+    """The results of a version in the present step.
+
+    `begun_s` is None before the version's first request.
+    """
 
     verdict: CanaryVerdict
     begun_s: float | None
@@ -29,7 +33,7 @@ ByGateway = tuple[EndedCounts, ...]  # in the order of the gateways' names
 
 
 def tally(reports: Iterable[GatewayReport | None], names: Iterable[str]) -> ByGateway:
-    """Returns each gateway's reported counts, summed over these versions."""
+    """Returns the counts that each gateway reported, summed over these versions."""
     wanted = set(names)
     return tuple(
         _total(
@@ -42,13 +46,16 @@ def tally(reports: Iterable[GatewayReport | None], names: Iterable[str]) -> ByGa
 
 
 def hung_of(reports: Iterable[GatewayReport | None], names: Iterable[str]) -> int:
-    """Returns the number of answers of these versions that hang now."""
+    """Returns the number of answers of these versions that hang at present."""
     versions = [{} if report is None else report.versions for report in reports]
     return sum(said[name].num_hung for name in names for said in versions if name in said)
 
 
 def between(before: ByGateway, now: ByGateway) -> EndedCounts:
-    """Returns the requests that ended between two tallies. A new gateway counts from its start."""
+    """Returns the requests that ended between two tallies.
+
+    For a new gateway, all its requests count.
+    """
     return _total(
         each.since(was) for was, each in zip_longest(before, now, fillvalue=EndedCounts())
     )
@@ -69,9 +76,9 @@ def fault_of(
     rules: UpdateConfig,
     hung: tuple[int, int] = (0, 0),
 ) -> str | None:
-    """Returns the reason to abort the new version; None if there is none yet.
+    """Returns the reason to abort the new version. None if there is no reason yet.
 
-    `hung` counts the answers that hang now, of the new version and of the others.
+    `hung` has two numbers of answers that hang at present: the new version's, and all others'.
     """
     new, others = (
         EndedCounts(each.ended + num, each.failed, each.late + num)
@@ -95,22 +102,23 @@ def fault_of(
 
 
 class CanaryWatch:
-    """Counts results since the begin of a step, in which a version has a fixed share."""
+    """Counts results since the start of a step. During a step the version's share is fixed."""
 
     def __init__(self, rules: UpdateConfig) -> None:
         self.rules = rules
         self._step: tuple[str, int] | None = None  # the version and its weight
         self._begun_s = 0.0
         self._before: tuple[ByGateway, ByGateway] = ((), ())
-        self._ended = (EndedCounts(), EndedCounts())  # counts of the step at the last check
+        # Counts in the present step, at the last check.
+        self._ended = (EndedCounts(), EndedCounts())
 
     def remove(self) -> None:
-        """Ends the step: an earlier attempt of the same name does not count for the next one."""
+        """Ends the step. A later version of the same name then starts without these counts."""
         self._step = None
 
     @property
     def standing(self) -> CanaryStanding:
-        """The results at the last check."""
+        """The version's results at the last check."""
         if self._step is None:
             return CanaryStanding(
                 CanaryVerdict.NOT_PROBED, None, own=EndedCounts(), others=EndedCounts()
@@ -128,7 +136,10 @@ class CanaryWatch:
         now_s: float,
         hung: tuple[int, int] = (0, 0),
     ) -> str | None:
-        """Returns the reason to abort the version, from ended and hanging requests of the step."""
+        """Judges the version by the step's ended and hanging requests.
+
+        Returns the reason to abort the version, or None.
+        """
         if step != self._step:
             self._step, self._begun_s, self._before = step, now_s, (new, others)
         before_new, before_others = self._before
@@ -136,6 +147,6 @@ class CanaryWatch:
         return fault_of(*self._ended, self.rules, hung)
 
     def has_held(self, new: ByGateway, hold_s: float, now_s: float) -> bool:
-        """True if the step has lasted long enough, with enough requests."""
+        """True if the step has lasted for `hold_s` seconds and has had enough requests."""
         num_ended = between(self._before[0], new).ended
         return now_s - self._begun_s >= hold_s and num_ended >= self.rules.min_requests

@@ -1,4 +1,7 @@
-"""Orders about versions as functions: each returns a new intent or raises OrderRefused."""
+"""Orders about versions as functions.
+
+Each function returns a new intent, or raises OrderRefused.
+"""
 
 from msgspec.structs import replace
 
@@ -14,7 +17,7 @@ MAX_NAME_LEN = 64
 
 
 def weighed(intent: Intent, order: SetWeights) -> Intent:
-    """Sets the shares of new requests."""
+    """Sets the versions' shares of new requests."""
     not_rolling(intent)
     for name, weight in order.weights.items():
         if known(intent, name).is_leaving:
@@ -29,7 +32,10 @@ def weighed(intent: Intent, order: SetWeights) -> Intent:
 
 
 def added(intent: Intent, order: AddVersion, room: int) -> Intent:
-    """Adds a version. With `takes_over` it starts with the smallest pools, and a rollout begins."""
+    """Adds a version.
+
+    With `takes_over` the version starts with the smallest pools, and a rollout begins.
+    """
     not_rolling(intent)
     version = order.version
     if not version.name or len(version.name) > MAX_NAME_LEN or not version.name.isprintable():
@@ -65,14 +71,14 @@ def added(intent: Intent, order: AddVersion, room: int) -> Intent:
 
 
 def _with(intent: Intent, version: Version) -> Intent:
-    """Adds a version after the others of its line."""
+    """Adds a version after the other versions of its line."""
     place = max(n for n, each in enumerate(intent.versions) if each.line == version.line) + 1
     there = intent.versions
     return replace(intent, versions=(*there[:place], version, *there[place:]))
 
 
 def former(intent: Intent, name: str | None) -> Version:
-    """Returns the version that was replaced last, or the version `name`, with its declaration."""
+    """Returns the former version that was replaced last, or the former version `name`."""
     not_rolling(intent)
     found = [each for each in intent.former if name in (None, each.name)]
     if not found:
@@ -108,7 +114,7 @@ def _check_room(intent: Intent, newcomer: Version, first: Pools, room: int) -> N
 
 
 def finished(intent: Intent, name: str, pools: Pools | None, room: int) -> Intent:
-    """Starts a rollout in which a version replaces all others."""
+    """Starts a rollout in which one version replaces all other versions of its line."""
     not_rolling(intent)
     version = known(intent, name)
     if version.is_leaving:
@@ -123,14 +129,14 @@ def finished(intent: Intent, name: str, pools: Pools | None, room: int) -> Inten
 
 
 def _as_many(own: Pools, others: Pools) -> Pools:
-    """Returns the larger pool of each role, if both pools are of the same kind."""
+    """Returns for each role the larger of both numbers, if both pools are of the same kind."""
     if bool(own.mixed) != bool(others.mixed):
         return own
     return Pools(*(max(own.of(role), others.of(role)) for role in SERVING_ROLES))
 
 
 def aborted(intent: Intent, name: str) -> Intent:
-    """Removes a version, and gives its requests and workers back to the others."""
+    """Removes a version, and gives its requests and workers back to the other versions."""
     version, rollout = known(intent, name), intent.rollout
     current = intent.of_line(version.line)[0]
     if version is current:
@@ -148,7 +154,7 @@ def aborted(intent: Intent, name: str) -> Intent:
 
 
 def _given_back(intent: Intent, rollout: Rollout) -> Intent:
-    """Undoes a rollout for the versions that still run; they get their lost workers back."""
+    """Undoes a rollout. The versions that still run get back the workers that they lost."""
     lost = [
         was
         for was in rollout.before
@@ -174,16 +180,17 @@ def _given_back(intent: Intent, rollout: Rollout) -> Intent:
 
 
 def resized(intent: Intent, name: str, pools: Pools) -> Intent:
-    """Sets the pools of a version."""
+    """Sets the wanted pools of a version."""
     not_rolling(intent)
     _staying(intent, name)
     return intent.changed(name, pools=_checked(pools), asleep=None)
 
 
 def moved(intent: Intent, worker: PoolWorker, role: Role) -> Intent:
-    """Takes a worker from its pool and adds one to the pool of `role`.
+    """Moves one wanted worker from its present pool to the pool of `role`.
 
-    During a rollout only workers of the new version may move. Its final pools change too.
+    During a rollout this is allowed only for workers of the new version, whose final pools change
+    too.
     """
     version, rollout, is_now = _staying(intent, worker.version), intent.rollout, worker.target
     assert is_now is not None
@@ -211,7 +218,7 @@ def not_rolling(intent: Intent) -> None:
 
 
 def known(intent: Intent, name: str) -> Version:
-    """Returns the version of that name. Raises OrderRefused if there is none."""
+    """Returns the version of this name. Raises OrderRefused if there is no such version."""
     version = intent.version(name)
     if version is None:
         there = ", ".join(each.name for each in intent.versions)

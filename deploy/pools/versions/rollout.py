@@ -1,22 +1,25 @@
 """Lets a version take over from the others. Pure: each step returns the next `Intent`.
 
-A version takes over by these steps. Each waits until the step before has come true.
+A version takes over in these steps. Each step waits until the step before is complete.
 
-1. Its least pools are started beside all other versions, at weight 0. Gateways probe it.
-2. Its share of new requests rises to its share of the workers. Before, with a canary, it has
-   smaller or larger shares for a while each.
-3. It gets one more worker if there is room. Otherwise another version loses one worker, but never
-   the last of a role. Then step 2 follows again.
-4. Once it has all its workers, or no more room can be made, it gets all new requests. The other
-   versions leave.
-5. A version that leaves is over when no gateway has a request of it. Then its workers go.
-6. A version without workers is removed. If room was short, step 3 goes on.
+1. The smallest pools that can serve the version are started beside all other versions, at weight 0.
+   Gateways probe the version.
+2. The version's share of new requests rises to its share of the workers. With a canary, the version
+   first gets each of the canary's shares for a while.
+3. The version gets one more worker if there is room. Otherwise another version loses one worker,
+   but never the last worker of a role. Then step 2 follows again.
+4. Once the version has all its workers, or no more room can be made, it gets all new requests. The
+   other versions start to leave.
+5. A leaving version is over when no gateway has a request of this version. Then its workers are
+   stopped.
+6. A version that is over and has no workers left is removed. If room was short, step 3 continues.
 
-A version that leaves takes no new requests. It keeps the workers that its running requests need.
+A leaving version gets no new requests. It keeps the workers that its running requests need.
 
-An abort begins with step 4 in the other direction. The other versions get their shares of requests
-back at once. The current version gets its workers back by step 3, then the others do.
-If no worker has changed hands yet, the new version just leaves.
+An abort starts with step 4 in the other direction: the new version leaves. The other versions get
+their shares of requests back at once. Then the current version gets its workers back by step 3, and
+after that the other versions get theirs. If no version has lost a worker yet, the abort is complete
+once the new version has left.
 """
 
 from collections import Counter
@@ -39,22 +42,22 @@ from engine.errors import ConfigError
 from engine.messages import Role, WorkerId
 
 MAX_FORMER = 4  # former versions that a rollback can choose from
-MAX_VERSIONS = 4  # per line; each has a router, a tokenizer and series of metrics in each gateway
+MAX_VERSIONS = 4  # per line; each gateway has a router, a tokenizer and metrics for each version
 
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """The latest facts about workers and gateways, for the next step of a rollout.
+    """The latest facts about workers and gateways, from which a rollout's next step is chosen.
 
     `reports` has an entry for each gateway: None if its report predates the present members.
     """
 
     workers: Mapping[WorkerId, PoolWorker]
     reports: Sequence[GatewayReport | None]
-    room: int  # most workers that can serve
+    room: int  # maximum number of workers that can serve
 
     def serving(self, name: str) -> Counter[Role | None]:
-        """Counts the workers of a version that serve, by role."""
+        """Counts the serving workers of a version by role."""
         return Counter(
             worker.target
             for worker in self.workers.values()
@@ -64,7 +67,7 @@ class Scene:
         )
 
     def is_quiet(self, versions: Sequence[Version]) -> bool:
-        """True if these versions have all their workers, and no worker is changing."""
+        """True if these versions have all their workers, and no worker is changing its state."""
         names = {version.name for version in versions}
         return all(is_complete(self.serving(v.name), v.pools) for v in versions) and all(
             worker.state in (WorkerState.SERVING, WorkerState.DRAINED) and worker.is_connected
@@ -82,7 +85,10 @@ class Scene:
         )
 
     def fault_of_probes(self, name: str) -> str | None:
-        """Returns the fault that probes of a version found; None until all gateways probed it."""
+        """Returns the fault that gateways' probes of a version found. Empty if there is no fault.
+
+        None until all gateways have probed the version.
+        """
         said = [None if r is None else r.versions.get(name) for r in self.reports]
         probes = [None if each is None else each.probe for each in said]
         if None in probes:
@@ -90,7 +96,7 @@ class Scene:
         return next((probe for probe in probes if probe), "")
 
     def longest_len(self, names: Collection[str]) -> int:
-        """Returns the longest current or recent sequence of these versions, in tokens."""
+        """Returns the tokens of the longest current or recent sequence of these versions."""
         lens = (
             said.longest_len
             for report in self.reports
@@ -101,7 +107,7 @@ class Scene:
         return max(lens, default=0)
 
     def most_len(self, version: Version) -> int | None:
-        """Returns the longest sequence that a version can hold; None while unknown."""
+        """Returns the tokens of the longest sequence that a version can hold; None if unknown."""
         own = [w for w in self.workers.values() if w.version == version.name and w.decodes()]
         if not own or any(worker.load is None for worker in own):
             return None
@@ -110,7 +116,10 @@ class Scene:
         return min([blocks * version.worker.block_size, *contexts])
 
     def is_asked_for(self, name: str) -> bool:
-        """True if a gateway has a request of a version, even one that waits for workers."""
+        """True if a gateway has a request of a version.
+
+        Requests that wait for workers count too.
+        """
         return any(
             report is not None
             and (said := report.versions.get(name)) is not None
@@ -119,7 +128,7 @@ class Scene:
         )
 
     def num_ended(self, name: str) -> int:
-        """Returns the number of ended requests of a version, from gateways with a report."""
+        """Returns the number of ended requests of a version, summed over gateways with a report."""
         return sum(
             said.num_ended
             for report in self.reports
@@ -137,7 +146,7 @@ class Scene:
 
 @dataclass(frozen=True, slots=True)
 class RolloutStep:
-    """A new intent, and the text of the step for operators."""
+    """A step of a rollout: the new intent, and the text that describes the step to operators."""
 
     intent: Intent
     subject: str
@@ -151,14 +160,17 @@ def is_complete(serving: Mapping[Role | None, int], pools: Pools) -> bool:
 
 
 def least(pools: Pools) -> Pools:
-    """Returns the smallest pools that can serve: a pair, or one mixed worker."""
+    """Returns the smallest pools that can serve: one worker of each role, or one mixed worker."""
     if pools.prefill and pools.decode:
         return Pools(1, 1)
     return Pools(0, 0, 1)
 
 
 def next_change(intent: Intent, scene: Scene, *, has_held: bool = True) -> RolloutStep | None:
-    """Returns the next step, or None. `has_held`: the canary's share was held long enough."""
+    """Returns the next step, or None.
+
+    `has_held`: the canary's present share has lasted long enough.
+    """
     return _gone(intent, scene) or _over(intent, scene) or _rolled(intent, scene, has_held=has_held)
 
 
@@ -206,7 +218,7 @@ def _rolled(intent: Intent, scene: Scene, *, has_held: bool) -> RolloutStep | No
 
 
 def ended(intent: Intent) -> Intent:
-    """Ends the rollout. Versions that stayed get their former pools back."""
+    """Ends the rollout. Versions that stay get their former pools back."""
     rollout = intent.rollout
     assert rollout is not None
     for was in rollout.before:
@@ -222,7 +234,7 @@ def ended(intent: Intent) -> Intent:
 def _canary(
     intent: Intent, to: Version, others: Sequence[Version], *, has_held: bool
 ) -> RolloutStep | None:
-    """Before step 2: gives the version a share of requests that is held for a while."""
+    """Before step 2: gives the version the canary's shares of requests, each for a while."""
     rollout = intent.rollout
     assert rollout is not None
     share, *later = rollout.canary
@@ -241,7 +253,7 @@ def _canary(
 
 
 def _shared(intent: Intent, to: Version, others: Sequence[Version]) -> RolloutStep | None:
-    """Step 2: raises the version's share of requests."""
+    """Step 2: raises the version's share of new requests."""
     staying = [v for v in others if not v.is_leaving]
     if not staying:
         return None
@@ -271,7 +283,7 @@ def _scaled(parts: Mapping[str, int], total: int) -> Iterator[tuple[str, int]]:
 
 
 def _grown(intent: Intent, to: Version, others: Sequence[Version], room: int) -> RolloutStep | None:
-    """Step 3: gives the version one more worker."""
+    """Step 3: changes the pools so that the version gets one more worker."""
     assert intent.rollout is not None
     lacking = {role: intent.rollout.pools.of(role) - to.pools.of(role) for role in SERVING_ROLES}
     role = max(SERVING_ROLES, key=lambda each: lacking[each])
@@ -303,7 +315,10 @@ def _grown(intent: Intent, to: Version, others: Sequence[Version], room: int) ->
 
 
 def without(pools: Pools, role: Role, other: Role = Role.DRAINED) -> Pools | None:
-    """Moves one worker from `role` to `other`, or out of the pools; None if too few remain."""
+    """Returns pools with one worker moved from `role` to `other`, or removed.
+
+    None if too few workers remain.
+    """
     try:
         return pools.moved(role, other).check()
     except ConfigError:
@@ -330,7 +345,7 @@ def with_weights(intent: Intent, weights: Mapping[str, int]) -> Intent:
 
 
 def named(intent: Intent, name: str) -> Version:
-    """Returns the version of that name, which must exist."""
+    """Returns the version of this name, which must exist."""
     version = intent.version(name)
     assert version is not None
     return version

@@ -1,13 +1,14 @@
 """Puts models without requests to sleep, and wakes them for the next request. Pure.
 
-A model with `idle_s` has no workers while it sleeps. Gateways still list the model, and hold its
-requests. A version falls asleep in two cases:
+A model with `idle_s` can sleep: then it has no workers. Gateways still list a sleeping model, and
+queue its requests. A version falls asleep in two cases:
 
-1. It has had no request for `idle_s`.
-2. Another model must wake, and there is no room for its workers. Then the least recently used model
-   without a running request falls asleep.
+1. The version has had no request for `idle_s` seconds.
+2. Another model must wake up, and there is no room for its workers. Then the least recently used
+   model without a running request falls asleep.
 
-A version wakes when a gateway reports a request. During an update, a model stays awake.
+A version wakes up when a gateway reports a request for this version. During an update, a model
+stays awake.
 """
 
 from collections.abc import Iterator
@@ -28,16 +29,19 @@ class _Use:
 
 
 class ModelSleep:
-    """Records the last use of each model, and lets models sleep and wake."""
+    """Records the last use of each model, puts models to sleep and wakes them."""
 
     def __init__(self, workers: PoolWorkers) -> None:
         self._workers = workers
         self._state = workers.state
-        self._used: dict[str, _Use] = {}  # by version
+        self._used: dict[str, _Use] = {}  # by version: its last use
         self._waiting: str | None = None  # a version that lacks room to wake
 
     def check(self, told: Intent, scene: Scene, now_s: float) -> Iterator[PoolEffect]:
-        """Changes at most one version. Gateways must have received the previous change."""
+        """Puts at most one version to sleep, or wakes one.
+
+        Does nothing until gateways have received the previous change.
+        """
         intent, self._waiting = self._state.intent, None
         versions = [each for line in self._state.limits.idle_s for each in self._able(line)]
         self._record_use(versions, scene, now_s)
@@ -55,7 +59,7 @@ class ModelSleep:
                 return
 
     def troubles(self) -> Iterator[str]:
-        """Yields a sentence while a request waits for a model that lacks room."""
+        """Yields a sentence if a request waits for a model that cannot wake up for lack of room."""
         if self._waiting is not None:
             limits = self._state.limits
             why = f": {limits.why_no_more}" if limits.why_no_more else ""
@@ -75,7 +79,7 @@ class ModelSleep:
             num_ended = scene.num_ended(version.name)
             use = before.get(version.name) or _Use(now_s, num_ended)
             is_used = scene.is_asked_for(version.name) or num_ended != use.num_ended
-            # Idle time starts when the version wakes, and only once a gateway can take requests.
+            # Idle time is counted from the last use or wake-up, while gateways can take requests.
             if is_used or version.asleep is not None or not scene.reports:
                 use = _Use(now_s, num_ended)
             self._used[version.name] = use

@@ -20,13 +20,16 @@ _COMING = (WorkerState.WAITING, WorkerState.STARTING, WorkerState.JOINING)
 
 
 class VersionUpdates:
-    """Handles versions. Owns the time since the last step of a rollout."""
+    """Handles orders about versions, and drives rollouts.
+
+    Owns the time since a rollout's last step.
+    """
 
     def __init__(self, workers: PoolWorkers) -> None:
         self._workers = workers
         self._state = workers.state
         self._canary = CanaryWatch(self._state.limits.update)
-        self._stalled_s = 0.0  # without the time of fetches
+        self._stalled_s = 0.0  # time without a step; fetches do not count
         self._swept_s: float | None = None
 
     # ------------------------------------------------------------ orders
@@ -87,12 +90,12 @@ class VersionUpdates:
     # ------------------------------------------------------------ progress
 
     def roll(self, told: Intent, scene: Scene, now_s: float) -> Iterator[PoolEffect]:
-        """Makes at most one step. The next step needs gateways that have received this one."""
+        """Makes at most one step. Makes no step before gateways have received the previous step."""
         intent = self._state.intent
         if len(intent.versions) == 1 and intent.rollout is None:
             return
         if (intent.versions, intent.rollout) != (told.versions, told.rollout):
-            return  # the gateways' reports are about an earlier step
+            return  # the gateways' reports still refer to an earlier step
         why, has_held = self._judge(intent, scene, now_s)
         if why is not None and intent.rollout is not None:
             self._state.counters["updates given up"] += 1
@@ -105,15 +108,20 @@ class VersionUpdates:
 
     @property
     def canary(self) -> CanaryStanding | None:
-        """The standing of the version that takes over; None if no version can be aborted."""
+        """The results of the version that takes over.
+
+        None if there is no version that could be aborted.
+        """
         intent = self._state.intent
         return self._canary.standing if _may_be_given_up(intent) else None
 
     def _judge(self, intent: Intent, scene: Scene, now_s: float) -> tuple[str | None, bool | None]:
-        """Returns the reason to abort the version that takes over, and if its share has held.
+        """Returns the reason to abort the version that takes over, and if its share has lasted
+        enough.
 
-        It is judged while another version could still take its requests back. The second value is
-        None before it was probed, or before its workers have reported their longest sequence.
+        The version is judged only while another version could take its requests back. The second
+        value is None until the version has been probed and its workers have reported their longest
+        sequence.
         """
         rollout = intent.rollout
         if rollout is None or not _may_be_given_up(intent):
@@ -141,7 +149,10 @@ class VersionUpdates:
     def _too_short(
         intent: Intent, scene: Scene, others: list[str]
     ) -> tuple[str | None, bool | None]:
-        """Returns the reason if a version cannot hold the others' current and recent sequences."""
+        """Returns the reason to abort a version that cannot hold other versions' sequences.
+
+        The second value is as in `_judge`.
+        """
         rollout = intent.rollout
         assert rollout is not None
         to = named(intent, rollout.to)
@@ -168,10 +179,10 @@ class VersionUpdates:
         intent, timeout_s = self._state.intent, self._state.limits.pools.update_timeout_s
         rollout = intent.rollout
         if rollout is None or current_beside(intent, rollout).is_over:
-            return  # it is removed, and the next one becomes current
+            return  # the current version is being removed; the next one becomes current
         to = rollout.to
         if any(version.is_leaving for version in intent.versions):
-            self._stalled_s = 0.0  # running requests have no deadline here
+            self._stalled_s = 0.0  # the running requests of a leaving version have no deadline
         elif not self._fetches(to):
             self._stalled_s += passed_s
         why = self._why_hopeless(to)
@@ -182,12 +193,12 @@ class VersionUpdates:
         if current_beside(intent, rollout).name != to:
             self._state.counters["updates given up"] += 1
             yield from self._abort(to, why, now_s)
-        else:  # no earlier version is left to go back to
+        else:  # there is no earlier version to which requests could go back
             self._state.intent = ended(intent)
             yield self._state.record(now_s, to, "keeps its present workers", why)
 
     def _give_up_new_versions(self, now_s: float) -> Iterator[PoolEffect]:
-        """Aborts versions beside the current one that do not serve and keep failing."""
+        """Aborts new versions that do not serve because their workers keep failing."""
         intent = self._state.intent
         if intent.rollout is not None:
             return
@@ -220,7 +231,10 @@ class VersionUpdates:
         )
 
     def _why_hopeless(self, name: str) -> str | None:
-        """Returns why a version cannot start: a worker that does not serve keeps failing."""
+        """Returns the reason why a version cannot start, or None.
+
+        A version cannot start if a worker keeps failing before it serves.
+        """
         for worker in self._workers.by_id.values():
             comes = worker.state in _COMING
             if (
@@ -234,7 +248,7 @@ class VersionUpdates:
 
 
 def _may_be_given_up(intent: Intent) -> bool:
-    """True while a version takes over, and another one could take its requests back."""
+    """True while a version takes over and another version could take its requests back."""
     rollout = intent.rollout
     if rollout is None or rollout.stay:
         return False
@@ -243,5 +257,5 @@ def _may_be_given_up(intent: Intent) -> bool:
 
 
 def current_beside(intent: Intent, rollout: Rollout) -> Version:
-    """Returns the current version of the line in which a rollout is under way."""
+    """Returns the current version of the line in which this rollout is under way."""
     return intent.of_line(named(intent, rollout.to).line)[0]

@@ -1,1 +1,1 @@
-"""Workers of the pools: their records, the events about them, and their next moves."""
+"""Workers of the pools: records of workers, events about workers, and their next moves."""

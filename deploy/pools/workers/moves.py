@@ -25,13 +25,13 @@ from engine.messages import Role
 
 @dataclass(frozen=True, slots=True)
 class WorkerMoves:
-    """Makes moves until the pools need no more for now."""
+    """Makes moves until no further move is possible or needed for now."""
 
     workers: PoolWorkers
     state: PoolState
 
     def reconcile(self, now_s: float) -> Iterator[PoolEffect]:
-        """Makes all moves that are possible now, and starts the workers that are due."""
+        """Makes all moves that are possible now. Starts the workers whose start is due."""
         while (move := self._next_move(now_s)) is not None:
             yield from self._make(move, now_s)
         yield from self.workers.start_due(now_s)
@@ -39,7 +39,8 @@ class WorkerMoves:
     def _next_move(self, now_s: float) -> PoolMove | None:
         """Chooses a move. Workers of unknown versions stay until a gateway has reported its intent.
 
-        That gateway may know their versions, and they may be the only workers that serve.
+        The gateway's intent may contain these versions, and their workers may be the only ones that
+        serve.
         """
         all_workers = workers = self.workers.by_id
         versions = self.state.intent.versions

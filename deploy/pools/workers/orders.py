@@ -19,7 +19,7 @@ from engine.messages import Role, WorkerId
 
 @dataclass(frozen=True, slots=True)
 class WorkerOrders:
-    """Handlers of orders. Each yields effects, or raises OrderRefused before any change."""
+    """Handlers of orders. Each handler yields effects, or raises OrderRefused before any change."""
 
     workers: PoolWorkers
     state: PoolState
@@ -44,7 +44,7 @@ class WorkerOrders:
         yield from self.workers.flip(worker, order.role, "ordered", now_s)
 
     def drain(self, order: Drain, now_s: float) -> Iterator[PoolEffect]:
-        """Takes all work from a worker that keeps running."""
+        """Takes all work from a worker. The worker keeps running."""
         worker = self._known(order.worker_id)
         _check_takes_orders(worker, Role.DRAINED)
         self._check_not_last(worker, Role.DRAINED)
@@ -67,12 +67,12 @@ class WorkerOrders:
             yield self.workers.end(worker, now_s, by_force=not worker.is_connected)
 
     def set_planner(self, order: SetPlanner, now_s: float) -> Iterator[PoolEffect]:
-        """Switches the planner."""
+        """Switches the planner to the ordered mode."""
         self.state.intent = msgspec.structs.replace(self.state.intent, planner=order.mode)
         yield self.state.record(now_s, "planner", f"is {order.mode}", "ordered")
 
     def adjust(self, order: Adjust, now_s: float) -> Iterator[PoolEffect]:
-        """Changes settings."""
+        """Changes the settings that only the controller uses."""
         self.state.intent = msgspec.structs.replace(self.state.intent, live=order.settings)
         yield self.state.record(now_s, "pools", "have other settings", "ordered")
 
@@ -85,7 +85,7 @@ class WorkerOrders:
             yield from self.workers.drain(worker, "ordered", now_s)
 
     def _end_start(self, worker: PoolWorker, now_s: float) -> Iterator[PoolEffect]:
-        """Ends a worker that does not listen yet."""
+        """Ends a worker that waits for its start or is starting."""
         worker_id = worker.worker_id
         if worker.state is WorkerState.WAITING:
             self.workers.remove(worker)
@@ -100,7 +100,8 @@ class WorkerOrders:
         limits, kept = self.state.limits, self.workers.kept()
         others = (each for each in self.state.intent.versions if each is not version)
         of_others = sum(each.pools.total for each in others)
-        # After the loss of a node, workers may exceed the room. They may still change roles.
+        # After the loss of a node there may be more workers than room. Workers may still change
+        # roles.
         grows = pools.total > version.pools.total
         if grows and pools.total + of_others + len(kept) > limits.max_workers:
             beside = f" beside {', '.join(kept)}, drained," if kept else ""
@@ -144,5 +145,5 @@ def _check_takes_orders(worker: PoolWorker, role: Role) -> None:
 
 
 def counts_text(pools: Pools) -> str:
-    """Returns the number of workers of each role, in the form of the command line."""
+    """Returns the number of workers of each role as text, in the notation of the command line."""
     return " ".join(f"{role}={pools.of(role)}" for role in SERVING_ROLES)

@@ -1,23 +1,25 @@
 """Chooses the next move that brings the pools closer to the wanted pools. Pure.
 
-Moves in this order; each only if there is none of the kinds before it:
+The move is the first possible one of this list:
 
-0. Give a spare worker the place of a worker that has died, which becomes the spare.
-1. Make the least loaded worker mixed if all that decoded, or all that prefilled, have died. It
-   stands in for them until one of them serves again; then move 3 gives it its role back. If none
-   can, start the dead workers at once (`stand_ins`).
-2. Drop a surplus worker that waits for its start.
-3. Flip the least loaded worker of a pool that has too many into a role that has too few, or else
-   a spare.
-4. Start a worker, unless a surplus worker can be flipped soon: it may still be starting.
-5. Retire a surplus worker: drain it, then stop it. A spare goes if another worker needs its room.
-6. Start a spare of the current version, once all its workers have run.
+0. Give a spare the role of a worker that has died. The dead worker becomes the spare.
+1. If all workers that decode, or all workers that prefill, have died: make the least loaded worker
+   mixed. The mixed worker stands in for the dead workers until one of them serves again; then move
+   3 gives it its role back. If no worker can become mixed, start the dead workers at once
+   (`stand_ins`).
+2. Remove a surplus worker that waits for its start.
+3. Flip a worker to a role that lacks workers: the least loaded worker of a pool with too many
+   workers, or else a spare.
+4. Start a missing worker, unless a surplus worker can be flipped soon (it may still be starting).
+5. Retire a surplus worker: drain the worker, then stop it. Retire a spare if another worker needs
+   its room.
+6. Start a spare of the current version, once all workers of this version have run.
 
-No move takes the last worker of a version that prefills, or the last that decodes. A pool that is
-to be emptied waits until another pool serves. A worker that waits for its next start still counts
-towards its pool. So a failure does not start another worker in its place.
+No move takes a version's last worker that prefills or its last worker that decodes. So a pool is
+emptied only after another pool serves. A worker that waits for its next start still counts towards
+its pool, so no other worker is started in its place after a failure.
 
-Versions share nothing but the room. All workers of a version that is over go, whatever they do.
+Versions share only the room. When a version is over, all its workers are stopped, in any state.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -36,14 +38,14 @@ _COMING = (WorkerState.STARTING, WorkerState.JOINING, WorkerState.SERVING, Worke
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Do not start a waiting worker."""
+    """Remove a worker that waits for its start."""
 
     worker_id: WorkerId
 
 
 @dataclass(frozen=True, slots=True)
 class TakeSpare:
-    """Give a spare the role of a dead worker, which becomes the spare."""
+    """Give a spare the role of a dead worker. The dead worker becomes the spare."""
 
     worker_id: WorkerId
     dead_id: WorkerId
@@ -51,7 +53,7 @@ class TakeSpare:
 
 @dataclass(frozen=True, slots=True)
 class BeginSpare:
-    """Start a spare worker, which waits to replace another worker."""
+    """Start a spare worker, which will wait to replace another worker."""
 
     version: str
 
@@ -62,7 +64,7 @@ class StandIn:
 
     worker_id: WorkerId
     role: Role
-    is_exact: bool = True  # True if it has the KV format of the role's workers
+    is_exact: bool = True  # True if the worker has the KV format of the role's workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,7 @@ class Retire:
 
 @dataclass(frozen=True, slots=True)
 class Abandon:
-    """Stop a worker while it starts."""
+    """Stop a worker that is starting."""
 
     worker_id: WorkerId
 
@@ -108,15 +110,19 @@ PoolMove = TakeSpare | BeginSpare | StandIn | RestartNow | Drop | FlipTo | Begin
 
 @dataclass(frozen=True, slots=True)
 class _FleetRules:
-    """The limits of moves. A worker keeps its KV format, and each role requires one format."""
+    """The limits of moves.
+
+    A worker cannot change its KV format, and each role requires one format.
+    """
 
     formats: Mapping[Role, KVFormat]
     has_room: bool  # True if one more worker fits
     num_spares: int  # wanted spares of this version
-    long_dead: Collection[WorkerId]  # dead workers that another KV format may stand in for
+    # Dead workers for which a worker of another KV format may stand in.
+    long_dead: Collection[WorkerId]
 
     def can_become(self, worker: PoolWorker, role: Role) -> bool:
-        """True if a worker could be flipped to that role, now or later."""
+        """True if a worker could be flipped to this role, now or later."""
         kv_format = worker.kv_format
         if kv_format is None and worker.target is not None:
             kv_format = self.formats.get(worker.target)
@@ -130,13 +136,13 @@ def next_move(
     num_spares: int = 0,
     long_dead: Collection[WorkerId] = (),
 ) -> PoolMove | None:
-    """Returns the next move; None if there is nothing to do now.
+    """Returns the next move. None if no move is needed or possible now.
 
     `num_spares` is the wanted number of spares of the first version that stays. If all workers of
     a pool are in `long_dead`, a worker with another KV format may stand in for them.
     """
     if any(worker.target is None for worker in workers.values()):
-        return None  # a found worker reports its role soon: until then it may belong to any pool
+        return None  # a found worker has not reported its role yet, so it may belong to any pool
     there = {version.name for version in versions if version.has_workers}
     for worker in workers.values():
         if worker.version not in there and (move := _clear(worker)) is not None:
@@ -158,7 +164,10 @@ def next_move(
 
 
 def _clear(worker: PoolWorker) -> PoolMove | None:
-    """Returns the next move for a worker that is no longer needed; None while it is leaving."""
+    """Returns the next move for a worker that is no longer needed.
+
+    None while the worker is leaving.
+    """
     match worker.state:
         case WorkerState.WAITING:
             return Drop(worker.worker_id)
@@ -168,11 +177,11 @@ def _clear(worker: PoolWorker) -> PoolMove | None:
             return Retire(worker.worker_id)
         case WorkerState.DRAINING | WorkerState.DRAINED if not worker.leaves:
             return Retire(worker.worker_id)
-    return None  # a joining worker is retired later; a lost worker is stopped by its deadline
+    return None  # a joining worker is retired later; a lost worker is stopped at its deadline
 
 
 class _Fleet:
-    """Finds the pools of a version with too many workers, and those with too few."""
+    """Compares a version's pools with the wanted pools, and chooses the next move."""
 
     def __init__(
         self, workers: Mapping[WorkerId, PoolWorker], version: Version, rules: _FleetRules
@@ -195,7 +204,7 @@ class _Fleet:
 
     @property
     def lacks_room(self) -> bool:
-        """True if a worker is missing only for lack of room."""
+        """True if a worker is missing, and only for lack of room."""
         num_flips = self._num_to_be_flipped(self._lacking())
         return not self._rules.has_room and sum(self._missing.values()) > num_flips
 
@@ -211,7 +220,10 @@ class _Fleet:
         )
 
     def _take_spare(self) -> TakeSpare | None:
-        """Finds a spare for a worker that has run and must start again; a decode worker first."""
+        """Finds a spare for a worker that has run and must be restarted.
+
+        Decode workers come first.
+        """
         for role in (Role.DECODE, Role.MIXED, Role.PREFILL):
             dead = [w for w in self._pool[role] if w.has_run and w.state in AWAY]
             if dead and (spare := self._ready_spare(role)) is not None:
@@ -233,7 +245,7 @@ class _Fleet:
         return _clear(max(self._spares, key=lambda w: (w.state in AWAY, _number(w))))
 
     def _stand_in(self) -> StandIn | RestartNow | None:
-        """Finds a worker for the work of a pool whose workers all restart, or restarts one now."""
+        """If all workers of a pool have died, finds a stand-in, or else a worker to restart now."""
         rules = self._rules
         for role, dead in dead_pools(self._workers.values()).items():
             exact, found = is_exact(role, rules.formats), None
@@ -268,7 +280,7 @@ class _Fleet:
         num_missing = sum(self._missing.values())
         if not self._rules.has_room or num_missing <= self._num_to_be_flipped(self._lacking()):
             return None
-        # Roles that a flip is least likely to fill come first.
+        # Prefer the role for which the fewest workers could be flipped.
         role = min(self._lacking(), key=lambda role: self._num_to_be_flipped([role]))
         return Begin(self._version, role)
 
@@ -287,11 +299,11 @@ class _Fleet:
         return [role for role, count in self._missing.items() if count]
 
     def _surplus(self) -> list[PoolWorker]:
-        """Returns all workers of the pools with a surplus."""
+        """Returns all workers of the pools that have too many workers."""
         return [w for role, count in self._excess.items() if count for w in self._pool[role]]
 
     def _num_to_be_flipped(self, roles: Iterable[Role]) -> int:
-        """Counts surplus workers that can take one of these roles, now or once they serve."""
+        """Counts the surplus workers that can be flipped to one of these roles, now or later."""
         wanted = list(roles)
         total = 0
         for role, excess in self._excess.items():
@@ -316,12 +328,12 @@ def _number(worker: PoolWorker) -> tuple[str, int, str]:
 
 
 def takes_last(worker: PoolWorker, role: Role, workers: Iterable[PoolWorker]) -> bool:
-    """True if the role change would leave the version without prefill or without decode."""
+    """True if no worker of the version would prefill, or none would decode, after the change."""
     return last_that(worker, role, workers) is not None
 
 
 def last_that(worker: PoolWorker, role: Role, workers: Iterable[PoolWorker]) -> str | None:
-    """Returns the verb that the version could no longer do after the role change, or None."""
+    """Returns the work that no worker would do after the role change, or None."""
     others = [
         other
         for other in workers
