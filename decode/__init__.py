@@ -1,1 +1,1 @@
-"""The decode role: pulls leased KV and generates tokens with continuous batching."""
+"""The decode role: pulls leased KV, and generates tokens with continuous batching."""

@@ -1,8 +1,8 @@
-"""Estimates how likely the target chooses a drafted token, from counts that decay slowly.
+"""Estimates the probability that the target keeps a drafted token, from counts that decay slowly.
 
-A draft ends at its first wrong token. So if `a` tokens were kept, there were `a` hits in `a` tries,
-and one more try if not all were kept. A sequence counts as average until it has counts of its own.
-A sequence's own counts decay slowly while nothing is drafted for the sequence.
+Tokens of a draft are kept up to the first wrong token. So if `a` tokens were kept, there were `a`
+hits in `a` tries, and one more try if some token was rejected. A sequence without own counts gets
+the average of all sequences. The counts of a sequence also decay while nothing is drafted for it.
 """
 
 from collections import defaultdict
@@ -19,7 +19,7 @@ class Proposer(StrEnum):
     DRAFT = "draft"
 
 
-Kind = tuple[Proposer, int]  # the proposer, and for n-grams the length of the match
+Kind = tuple[Proposer, int]  # the proposer, and the length of the match if the proposer is n-grams
 
 DRAFT: Kind = (Proposer.DRAFT, 0)
 NGRAMS: dict[int, Kind] = {length: (Proposer.NGRAM, length) for length in (2, 3, 4, 8, 16)}
@@ -34,11 +34,12 @@ _FIRST = {
     NGRAMS[16]: 0.9,
 }
 _FIRST_TRIES = 6.0
-_TRIES_OF_ALL = 4.0  # weight of all sequences together, in tries of one sequence
+_TRIES_OF_ALL = 4.0  # weight of the counts of all sequences, in tries of one sequence
 _MEMORY_OF_ALL = 0.993  # factor by which each new try reduces the weight of older tries
 _MEMORY_OF_ONE = 0.97
-_MEMORY_WHILE_IDLE = 0.98  # the same factor for each step without a draft of the sequence
-_HIGHEST = 0.995  # upper bound of a share: a share of 1 would draft without end
+# factor by which a step without a draft reduces the weight of a sequence's counts
+_MEMORY_WHILE_IDLE = 0.98
+_HIGHEST = 0.995  # upper bound of a share; with a share of 1 drafts would have no limit
 
 
 class _Count:
@@ -55,14 +56,14 @@ class _Count:
 
 
 class Acceptance:
-    """The share of drafted tokens that are kept, by sequence and kind of proposal."""
+    """The share of drafted tokens that the target keeps, by sequence and kind of proposal."""
 
     def __init__(self) -> None:
         self._all = {kind: _Count(p * _FIRST_TRIES, _FIRST_TRIES) for kind, p in _FIRST.items()}
         self._one: defaultdict[SeqId, dict[Kind, _Count]] = defaultdict(dict)
 
     def of(self, seq_id: SeqId, kind: Kind) -> float:
-        """Returns the expected share of a sequence's next draft."""
+        """Returns the share of a sequence's next draft that the target is expected to keep."""
         average = self._all[kind]
         share = average.hits / average.tries
         own = self._one.get(seq_id)
@@ -71,7 +72,7 @@ class Acceptance:
         return min(share, _HIGHEST)
 
     def learn(self, seq_id: SeqId, kind: Kind, num_drafted: int, num_accepted: int) -> None:
-        """Counts a verified draft."""
+        """Counts the kept and rejected tokens of a verified draft."""
         tries = num_accepted + (num_accepted < num_drafted)
         own = self._one[seq_id].setdefault(kind, _Count())
         if own.tries < _TRIES_OF_ALL:
@@ -79,13 +80,13 @@ class Acceptance:
         own.add(num_accepted, tries, _MEMORY_OF_ONE)
 
     def highest(self, kind: Kind) -> float:
-        """Returns the highest share that `of` returns for any sequence."""
+        """Returns the highest share of this kind that `of` returns for any sequence."""
         average = self._all[kind]
         known = [seq_id for seq_id, own in self._one.items() if kind in own]
         return max([average.hits / average.tries, *(self.of(seq_id, kind) for seq_id in known)])
 
     def idle(self, drafting: Container[SeqId], num_steps: int) -> None:
-        """Decays the counts of all sequences without drafts, once for each of `num_steps`."""
+        """Decays the counts of all sequences by `num_steps` steps without drafts."""
         memory = _MEMORY_WHILE_IDLE**num_steps
         for seq_id, own in self._one.items():
             if seq_id not in drafting:
@@ -94,5 +95,5 @@ class Acceptance:
                     count.tries *= memory
 
     def remove(self, seq_id: SeqId) -> None:
-        """Drops the counts of a sequence."""
+        """Removes the counts of a sequence."""
         self._one.pop(seq_id, None)

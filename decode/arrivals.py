@@ -1,25 +1,27 @@
-"""Sequences on their way into the running batch, and copies of sequences that run elsewhere.
+"""Sequences that will join the running batch, and copies of sequences that run at other workers.
 
-    queued    holds its lease at the source, but has no memory
-    arriving  owns blocks for its prompt. The missing ones are being pulled, or all KV is here and
+    queued    its lease is held at the source, but it has no memory yet
+    arriving  owns blocks for its prompt. Missing blocks are being pulled, or all KV is here and
               the first token, which the gateway forwards, is missing
-    copy      all KV of a sequence that runs elsewhere is here; it has no row in any step
+    copy      a sequence that runs elsewhere, all of whose KV is here; it has no row in any step
     aborting  cancelled, but its pull may still write into its blocks
 
-Sequences are admitted in order of arrival, and only while the pool has room for the queue's head.
-If the head waits for `STUCK_S` while nothing arrives or runs here, the head is given back. In that
-case, prompts that wait for other workers hold the memory here. Those workers may in turn wait for
-memory that the head's prompt holds. A copy never waits: without room it is given back at once.
-Complete copies are dropped, the youngest first, before any sequence waits or is given back.
+Sequences are admitted in order of arrival, as long as the pool has room for the first queued
+sequence. If the first one waits for `STUCK_S` while no sequence arrives or runs here, it is given
+back. In this case, leases of prompts for other workers occupy the memory here. Those workers may in
+turn wait for memory that the first sequence's prompt occupies. A copy never waits: without room it
+is given back at once. Complete copies are dropped, the youngest first, before any sequence waits or
+is given back.
 
-Blocks that a prefix hit finds here are not pulled. If a pull fails or is cancelled half-way, the
-blocks that arrived stay cached, so the next attempt on this worker pulls only the rest. The
-gateway is told how many tokens that is.
+Blocks that are cached here are not pulled. If a pull fails or is cancelled half-way, the blocks
+that arrived stay cached, so the next attempt on this worker pulls only the rest. The gateway is
+informed of the number of cached tokens.
 
-**Hold.** A moved sequence lacks a block or two, and its client waits in the middle of an answer. So
-the next step is held while these blocks are pulled, for `HOLD_S` at most. Without the hold, the
-sequence would wait for a whole step. No step is held twice, and each sequence holds one step only.
-After a held step no step is held for `REST_S`, even if many sequences move here in that time.
+**Delayed steps (`StepHold`).** A moved sequence lacks only a block or two, and its client waits in
+the middle of an answer. So the start of the next step is delayed while these blocks are pulled, by
+`HOLD_S` at most. Without the delay, the sequence would wait for a whole step. No step is delayed
+twice, and each sequence delays one step only. For `REST_S` after a delayed step, no step is
+delayed, even if many sequences move here in that time.
 
 Source: two owners of a block, sglang#24527.
 """
@@ -35,31 +37,35 @@ from engine.worker.events import AbortPull, Effect, Emit, HoldLease, PullDone, P
 from engine.worker.sequence import Sequence
 
 STUCK_S = 2.0
-HOLD_S = 0.02  # longest time for which a step is held
-REST_S = 0.05  # time after a held step in which no step is held
+HOLD_S = 0.02  # longest delay of a step
+REST_S = 0.05  # time after a delayed step in which no other step is delayed
 
 
 class StepHold:
-    """Decides whether the next step is held. Counts `held_steps` and `held_steps:late`."""
+    """Decides whether the next step is delayed. Counts `held_steps` and `held_steps:late`."""
 
     def __init__(self, counters: Counter[str]) -> None:
         self._counters = counters
-        self._awaited: set[SeqId] = set()  # moved here, and pulling since the last step
-        self.until_s: float | None = None  # the next step is held until then; None: it is not
-        self._delays_running = False  # the held step delays sequences that run
+        # sequences that moved here since the last step, and whose pull has not ended
+        self._awaited: set[SeqId] = set()
+        # the next step is delayed until this time; None: no step is delayed
+        self.until_s: float | None = None
+        self._delays_running = False  # True if the delay makes running sequences wait
         self._rests_until_s = -inf
 
     @property
     def is_open(self) -> bool:
-        """True if the next step is held, or if a moved sequence may still make it wait."""
+        """True if the next step is delayed, or may still be delayed for a moved sequence."""
         return bool(self._awaited) or self.until_s is not None
 
     def await_blocks(self, seq_id: SeqId) -> None:
-        """Waits for the blocks of a sequence that moved here."""
+        """Makes the next step wait for the blocks of a sequence that moved here."""
         self._awaited.add(seq_id)
 
     def holds(self, now_s: float, arriving: Set[SeqId], *, is_any_running: bool) -> bool:
-        """True if no step may begin now: blocks of moved sequences are still on their way."""
+        """Returns True if no step may start now, because blocks of moved sequences are still being
+        pulled.
+        """
         self._awaited &= arriving
         if self._awaited and now_s >= self._rests_until_s:
             if self.until_s is None:
@@ -78,49 +84,55 @@ class StepHold:
 
 @dataclass(slots=True)
 class ArrivingSequence:
-    """A sequence whose KV or whose first token is not here yet."""
+    """A sequence whose KV or first token has not arrived yet."""
 
     seq: Sequence
-    pulled: tuple[BlockId, ...] | None = None  # blocks that the pull writes; None while queued
+    # local blocks that the pull writes; None while queued
+    pulled: tuple[BlockId, ...] | None = None
     kv_here: bool = False
     first_token: int | None = None
-    num_draft_tokens: int | None = None  # tokens that the source's draft model has seen; None: all
+    # number of tokens that the source's draft model has computed; None: all
+    num_draft_tokens: int | None = None
     is_copy: bool = False
     is_moved: bool = False
 
 
 class DecodeMemory:
-    """The sequences that have memory and need more, and the room for their growth.
+    """The admitted sequences, and the memory that their growth will need.
 
-    `growth_tokens` is the growth to reserve for each sequence.
+    `growth_tokens` is the number of tokens of growth to reserve for each sequence.
     """
 
     def __init__(self, pool: BlockPool, *, block_size: int, growth_tokens: int) -> None:
         self.pool = pool
         self.block_size = block_size
         self.growth_tokens = growth_tokens
-        self.running: dict[SeqId, Sequence] = {}  # oldest first
+        self.running: dict[SeqId, Sequence] = {}  # running sequences, oldest first
         self.arriving: dict[SeqId, ArrivingSequence] = {}
 
     def _soon_blocks(self, seq: Sequence) -> int:
-        """Returns the blocks that a sequence lacks for its tokens and the next `growth_tokens`."""
+        """Returns the number of blocks that a sequence lacks for the next `growth_tokens`
+        tokens.
+        """
         length = min(seq.limits.max_len, len(seq.token_ids) + self.growth_tokens)
         return max(-(-length // self.block_size) - len(seq.block_table), 0)
 
     def _growth_blocks(self) -> int:
-        """Returns the blocks that all admitted sequences may need soon."""
+        """Returns the number of blocks that all admitted sequences may need soon."""
         arriving = [arriving.seq for arriving in self.arriving.values()]
         return sum(map(self._soon_blocks, (*self.running.values(), *arriving)))
 
     def has_room(self, candidate: Sequence) -> bool:
-        """True if the pool has room for the candidate's prompt and all admitted sequences' growth.
+        """Returns True if the pool has room for a candidate and the growth of all admitted
+        sequences.
 
-        If no other sequence is admitted, only the prompt must fit.
+        If no other sequence is admitted, only the candidate's prompt must fit.
         """
         num_admitted, num_idle = len(self.running) + len(self.arriving), self.pool.num_idle
         if not num_admitted:
             return candidate.num_prompt_blocks - len(candidate.block_table) <= num_idle
-        # A sequence lacks at most its growth, a partly filled block, and an unassigned block.
+        # A sequence lacks at most the blocks of its growth, a partly filled block, and an
+        # unassigned block.
         most = self.growth_tokens // self.block_size + 2
         num_soon = self._soon_blocks(candidate)
         if num_soon + num_admitted * most <= num_idle:
@@ -128,7 +140,7 @@ class DecodeMemory:
         return num_soon + self._growth_blocks() <= num_idle
 
     def allocate_for_draft(self, seq: Sequence, num_tokens: int) -> int:
-        """Gives a sequence blocks for drafted tokens; returns the number of tokens that fit.
+        """Gives a sequence blocks for drafted tokens. Returns the number of tokens that fit.
 
         Blocks that other sequences may need soon stay idle.
         """
@@ -142,7 +154,9 @@ class DecodeMemory:
 
 
 class Arrivals:
-    """Queued, arriving and aborting sequences, and copies. Owns the blocks of all of them."""
+    """Queued, arriving and aborting sequences, and copies. Owns the blocks of all these
+    sequences.
+    """
 
     def __init__(self, memory: DecodeMemory, *, hold: StepHold, counters: Counter[str]) -> None:
         self._memory = memory
@@ -152,19 +166,21 @@ class Arrivals:
         self._counters = counters
         self.queued: OrderedDict[SeqId, ArrivingSequence] = OrderedDict()
         self.arriving = memory.arriving
-        self.copies: dict[SeqId, Sequence] = {}  # complete copies, oldest first
+        # complete copies of sequences that run elsewhere, oldest first
+        self.copies: dict[SeqId, Sequence] = {}
         self.aborting: dict[SeqId, ArrivingSequence] = {}
-        self._stuck_id: SeqId | None = None  # head of the queue while no other sequence is here
+        # first queued sequence, while no other sequence is here
+        self._stuck_id: SeqId | None = None
         self._stuck_until_s = inf
 
     @property
     def stuck_until_s(self) -> float | None:
-        """The time at which the head of the queue is given back; None if the head is not stuck."""
+        """When the first queued sequence is given back; None if it is not stuck."""
         return self._stuck_until_s if self._stuck_id in self.queued else None
 
     @property
     def num_waiting(self) -> int:
-        """The number of sequences that are not cancelled, copies included."""
+        """The number of sequences that are not cancelled, including copies."""
         return len(self.queued) + len(self.arriving) + len(self.copies)
 
     def seqs(self) -> list[Sequence]:
@@ -185,7 +201,9 @@ class Arrivals:
         return HoldLease(seq.seq_id, message.lease)
 
     def admit(self, max_arriving: int) -> list[Effect]:
-        """Gives memory to queued sequences and starts their pulls, up to `max_arriving` at once."""
+        """Gives memory to queued sequences and starts their pulls, until `max_arriving` pulls
+        run.
+        """
         effects: list[Effect] = []
         while self.queued and len(self.arriving) < max_arriving:
             arriving = next(iter(self.queued.values()))
@@ -205,7 +223,7 @@ class Arrivals:
         return effects
 
     def give_back_stuck(self, now_s: float, *, is_any_running: bool) -> list[Effect]:
-        """Gives back the head of the queue after `STUCK_S` in which no other sequence was here.
+        """Gives the first queued sequence back if no other sequence was here for `STUCK_S`.
 
         Call this when a step is planned.
         """
@@ -234,7 +252,7 @@ class Arrivals:
     # ------------------------------------------------------------ pulled blocks
 
     def on_pull_done(self, arriving: ArrivingSequence, done: PullDone) -> list[Effect]:
-        """Counts the pulled tokens as computed; the sequence may be complete now."""
+        """Counts the pulled tokens as computed. The sequence may be complete now."""
         assert arriving.pulled is not None
         self._pool.release(IN_FLIGHT, arriving.pulled)
         seq = arriving.seq
@@ -261,7 +279,7 @@ class Arrivals:
         return [Emit(seq.gateway_id, ready)]
 
     def on_lease_lost(self, failed: PullFailed) -> list[Effect]:
-        """Gives back a queued sequence, whose lease ended."""
+        """Gives back a queued sequence whose lease has ended."""
         seq = self.queued.pop(failed.seq_id).seq
         return [Emit(seq.gateway_id, GivenBack(seq.seq_id, f"{PULL_FAILED}: {failed.reason}"))]
 
@@ -271,7 +289,7 @@ class Arrivals:
         assert arriving.pulled is not None
         self._pool.release(IN_FLIGHT, arriving.pulled)
         num_cached_tokens = seq.num_computed_tokens
-        # Only blocks that are full for the draft model too are kept.
+        # A cached block must also be full for the draft model.
         kept = frozenset(i for i in failed.arrived if seen is None or (i + 1) * size <= seen)
         seq.keep_pulled(kept, self._pool)
         num_kept_tokens = seq.num_computed_tokens
@@ -286,7 +304,7 @@ class Arrivals:
     # ------------------------------------------------------------ ends
 
     def cancel(self, seq_id: SeqId) -> list[Effect]:
-        """Removes a sequence or copy; its blocks are freed once its pull is over."""
+        """Removes a sequence or copy. Its blocks are freed once its pull has ended."""
         if (copy := self.copies.pop(seq_id, None)) is not None:
             copy.release(self._pool)
             return []
@@ -302,7 +320,9 @@ class Arrivals:
         return [AbortPull(seq_id)]
 
     def drop_copy(self) -> Effect | None:
-        """Gives back the youngest copy, if any; its blocks stay cached while there is memory."""
+        """Gives back the youngest copy, if there is one. Its blocks stay cached until they are
+        evicted.
+        """
         if not self.copies:
             return None
         _, seq = self.copies.popitem()

@@ -1,10 +1,11 @@
-"""Chooses how many tokens to draft for each sequence, for most tokens per second of the batch.
+"""Chooses the number of tokens to draft for each sequence, to maximise the batch's tokens per
+second.
 
 Tokens per second are the expected tokens of a step, from the acceptance so far, divided by the
-predicted time of the step. A drafted token is worth its cost if its tokens per second exceed the
-rate of the batch without it. The rate depends on the chosen drafts, so a few rounds find the best
-rate (Dinkelbach's method for a ratio). Sequences share passes of the draft model, so each number
-of passes is tried. In a full batch each further token costs much, so no draft may be worth it.
+predicted time of the step. Drafting a token pays if its expected tokens per second of cost exceed
+the batch's rate without it. The rate depends on the chosen drafts, so a few rounds are made to find
+the best rate (Dinkelbach's method for a ratio). Sequences share passes of the draft model, so each
+number of passes is tried. In a full batch, each further token is expensive, so often no draft pays.
 
 Sources: Dinkelbach, 1967; expected tokens of a draft, Leviathan et al., ICML 2023; goodput of a
 batch as the aim, Liu et al., SmartSpec, 2024.
@@ -19,25 +20,26 @@ from decode.acceptance import DRAFT, NGRAMS, Acceptance, Proposer
 from decode.stepcost import StepCost
 from engine.messages import SeqId
 
-MAX_UNSEEN_TOKENS = 1024  # with more unseen tokens, the draft model never catches up
+# if a sequence has more unseen tokens, the draft model never catches up with it
+MAX_UNSEEN_TOKENS = 1024
 THOUSAND = 1000.0
 _LASTING = 128  # number of steps over which the cost of catching up is spread
-_LEAST_GAIN = 1.04  # a draft is chosen only above this multiple of the plain rate
+_LEAST_GAIN = 1.04  # a draft must raise the rate without drafts by this factor
 _ROUNDS = 3
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """A sequence of the next step."""
+    """A sequence of the next step, for which a draft may be chosen."""
 
     seq_id: SeqId
     context_len: int
-    max_tokens: int  # limit of the draft's length
+    max_tokens: int  # largest number of tokens to draft
     match_len: int = 0  # length of the matching n-gram; 0 without a match
-    num_unseen: int = 0  # tokens that the draft model must compute before it can propose
+    num_unseen: int = 0  # number of tokens that the draft model must compute before it can propose
 
 
 class Proposal(msgspec.Struct, frozen=True):
-    """A draft to make for a sequence."""
+    """The draft that was chosen for a sequence."""
 
     proposer: Proposer
     num_tokens: int
@@ -46,18 +48,18 @@ class Proposal(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class DraftOption:
-    """One way to draft for one candidate."""
+    """A possible draft for one candidate."""
 
-    index: int  # the candidate's place in the list
+    index: int  # index of the candidate
     proposer: Proposer
-    share: float  # share of its tokens likely to be kept
-    token_s: float  # cost of each token
+    share: float  # probability that the target keeps each token
+    token_s: float  # cost of each drafted token, seconds
     max_tokens: int
-    first_s: float = 0.0  # cost before the first token, once
+    first_s: float = 0.0  # cost before the first drafted token, seconds
     match_len: int = 0
 
     def num_worth(self, rate: float, max_tokens: int) -> int:
-        """Returns how many drafted tokens each add more tokens per second than `rate`."""
+        """Returns the number of drafted tokens that each add more tokens per second than `rate`."""
         least = rate * self.token_s
         num, kept = 0, self.share
         while num < max_tokens and kept > least:
@@ -70,7 +72,9 @@ class DraftOption:
         return self.share * (1 - self.share**num_tokens) / (1 - self.share)
 
     def surplus(self, rate: float, shared_s: float = 0.0) -> float:
-        """Returns the expected tokens minus the tokens that `rate` yields in the same time."""
+        """Returns the expected tokens, minus the tokens that `rate` yields in the time of the
+        draft.
+        """
         if self.share <= rate * (self.token_s + shared_s):
             return 0.0
         num = self.num_worth(rate, self.max_tokens)
@@ -79,12 +83,13 @@ class DraftOption:
 
 
 class DraftChooser:
-    """Chooses proposers and lengths of drafts, from the acceptance and the costs seen so far."""
+    """Chooses proposers and lengths of drafts, from acceptance and costs measured so far."""
 
     def __init__(
         self, acceptance: Acceptance, *, uses_ngrams: bool, uses_draft_model: bool
     ) -> None:
-        self.expected_gain = 0.0  # the latest choice's, times the plain rate; 0 without a draft
+        # predicted rate of the latest choice as a multiple of the rate without drafts; 0: no drafts
+        self.expected_gain = 0.0
         self._acceptance = acceptance
         self._uses_ngrams = uses_ngrams
         self._uses_draft_model = uses_draft_model
@@ -92,7 +97,7 @@ class DraftChooser:
     def choose(
         self, candidates: Sequence[Candidate], cost: StepCost, num_rows: int, read: float
     ) -> list[Proposal | None]:
-        """Returns the best proposals for the `candidates` in a step of `num_rows` rows."""
+        """Returns the best proposal for each of the `candidates`, in a step of `num_rows` rows."""
         proposals: list[Proposal | None] = [None] * len(candidates)
         base_s = cost.plain_s(num_rows, read)
         rate = num_rows / base_s
@@ -107,7 +112,7 @@ class DraftChooser:
         return proposals
 
     def weighs_draft_model(self, cost: StepCost, num_rows: int, read: float) -> bool:
-        """False if a draft of the draft model is worth its cost for no possible sequence."""
+        """Returns False if drafts of the draft model cannot pay for any sequence."""
         token_s, _, least_s = cost.drafted_prices
         drafted_s = max(token_s, least_s) + cost.draft_token_s + cost.draft_pass_s / num_rows
         return self._acceptance.highest(DRAFT) > num_rows / cost.plain_s(num_rows, read) * drafted_s
@@ -115,7 +120,8 @@ class DraftChooser:
     def _hopeful(
         self, candidates: Sequence[Candidate], cost: StepCost, rate: float, num_rows: int
     ) -> list[int]:
-        """Returns the candidates whose first drafted token may be worth its cost at this rate.
+        """Returns the indices of the candidates for which a first drafted token may pay at this
+        rate.
 
         Most steps have few such candidates, so this function is written to be fast.
         """
@@ -137,14 +143,18 @@ class DraftChooser:
     def options(
         self, index: int, candidate: Candidate, cost: StepCost, rate: float = 0.0
     ) -> list[DraftOption]:
-        """Returns the ways to draft for a candidate, without the ways that lose at this rate."""
+        """Returns the possible drafts for a candidate, except those that do not pay at this
+        rate.
+        """
         found = (self.option(index, candidate, way, cost, rate) for way in Proposer)
         return [option for option in found if option is not None]
 
     def option(
         self, index: int, candidate: Candidate, way: Proposer, cost: StepCost, rate: float = 0.0
     ) -> DraftOption | None:
-        """Returns a candidate's option with this proposer; None if it has none or it loses."""
+        """Returns a candidate's draft by this proposer; None if none is possible or it does not
+        pay.
+        """
         seq_id, max_tokens = candidate.seq_id, candidate.max_tokens
         length = candidate.match_len if way is Proposer.NGRAM else 0
         if way is Proposer.NGRAM:
@@ -165,7 +175,9 @@ class DraftChooser:
     def _best_option(
         self, index: int, candidate: Candidate, cost: StepCost, rate: float, num_rows: int
     ) -> DraftOption | None:
-        """Returns the best option at this rate, if all rows share the draft model's passes."""
+        """Returns the draft that pays best at this rate, if all rows share the draft model's
+        passes.
+        """
         best, best_surplus = None, 0.0
         for option in self.options(index, candidate, cost, rate):
             is_draft = option.proposer is Proposer.DRAFT
@@ -183,9 +195,10 @@ def _allocate(
     base_s: float,
     proposals: list[Proposal | None],
 ) -> float:
-    """Puts lengths for all options into `proposals`, if all drafts together are worth their cost.
+    """Chooses the lengths of all drafts, and puts them into `proposals` if the drafts together pay.
 
-    Returns the expected tokens per second, divided by the rate without drafts; 0: not worth it.
+    Returns the expected tokens per second, divided by the rate without drafts; 0 if they do not
+    pay.
     """
     plain = rate = num_rows / base_s
     lookups = [o for o in options if o.proposer is Proposer.NGRAM]
@@ -214,7 +227,7 @@ def _draft_lengths(
 ) -> tuple[list[tuple[DraftOption, int]], float, float]:
     """Returns the draft lengths for the best number of passes, and the step's tokens and time.
 
-    `tokens` and `seconds` are those of the step without the draft model.
+    `tokens` and `seconds` are the tokens and the time of the step without the draft model.
     """
     worth = [(o, num) for o in drafts if (num := o.num_worth(rate, o.max_tokens)) > 0]
     best_depth, best_tokens, best_s = 0, tokens, seconds

@@ -1,12 +1,12 @@
-"""Drafts of the running sequences: planned before each step, and learned from after it.
+"""Plans the drafts of the running sequences before each step, and learns from the results.
 
-A `Speculator` chooses the drafts. This module cuts the choice to the budget and to memory. A draft
-is either tokens from the sequence's own n-grams, or a number of tokens for the draft model to
-propose. Drafted tokens get only blocks that no other sequence will need soon. Blocks of rejected
-tokens are freed after the step.
+A `Speculator` chooses the drafts. This module shortens the drafts to the token budget and the free
+memory. A draft is either tokens from the sequence's own n-grams, or a number of tokens for the
+draft model to propose. Drafted tokens get only blocks that no other sequence will need soon. Blocks
+of rejected tokens are freed after the step.
 
-The draft model may skip a sequence. Its own K and V of that sequence are computed when it drafts
-for the sequence again, or when a block is full. Other workers find a block only after that.
+The draft model may skip a sequence. It computes its own K and V of skipped tokens when it drafts
+for the sequence again, or when a block is full. Other workers can find a block only after that.
 """
 
 from collections import Counter
@@ -25,18 +25,18 @@ from engine.messages import SeqId
 from engine.worker.batch import Row, RowResult
 from engine.worker.sequence import Sequence
 
-CATCH_UP_TOKENS = 512  # most tokens that the draft model catches up in one step
+CATCH_UP_TOKENS = 512  # most tokens for which the draft model catches up in one step
 
 
 @dataclass(slots=True)
 class _Draft:
-    """The state of one running sequence: what was planned for it in the latest step."""
+    """A running sequence, and its draft in the latest planned step."""
 
     seq: Sequence
-    ngrams: Any  # the sequence's tokens, opened by `Ngrams`; or None
-    match: Match | None = None  # found by the latest lookup
+    ngrams: Any  # the sequence's tokens, opened by `Ngrams`; None without n-grams
+    match: Match | None = None  # the match that the latest lookup found
     proposal: Proposal | None = None
-    is_seen: bool = False  # True if the draft model computes the sequence in this step
+    is_seen: bool = False  # True if the draft model computes the sequence's tokens in this step
 
     @property
     def is_proposed_by_model(self) -> bool:
@@ -67,22 +67,24 @@ class DraftPlanner:
         self._counters = counters
         self._ngrams = Ngrams() if speculator.uses_ngrams else None
         self._drafts: dict[SeqId, _Draft] = {}
-        self.marked: list[_Draft] = []  # with a proposal or seen, in the latest planned step
+        # drafts with a proposal, or computed by the draft model, in the latest planned step
+        self.marked: list[_Draft] = []
 
     def join(self, seq: Sequence) -> None:
-        """Adds a sequence that runs from now on."""
+        """Adds a sequence that joins the running batch."""
         ngrams = None if self._ngrams is None else self._ngrams.open(seq.token_ids)
         self._drafts[seq.seq_id] = _Draft(seq, ngrams)
 
     def leave(self, seq_id: SeqId) -> None:
-        """Removes a sequence that no longer runs."""
+        """Removes a sequence that leaves the running batch."""
         self.speculator.remove(seq_id)
         del self._drafts[seq_id]
 
     # ------------------------------------------------------------ before a step
 
     def plan(self, chosen: Items[Sequence], budget_tokens: int) -> bool:
-        """Plans the drafts of the chosen sequences, and which sequences the draft model computes.
+        """Plans the drafts of the chosen sequences, and selects the sequences that the draft model
+        computes.
 
         Returns True if anything is drafted.
         """
@@ -108,7 +110,7 @@ class DraftPlanner:
         speculator: Speculator,
         budget_tokens: int,
     ) -> list[_Draft]:
-        """Returns the drafts that have a proposal now."""
+        """Returns the drafts that have a proposal in this step."""
         drafts = [self._drafts[seq.seq_id] for seq in chosen]
         num_context_tokens = sum([len(seq.token_ids) for seq in chosen])
         if self._ngrams is not None:
@@ -153,10 +155,10 @@ class DraftPlanner:
     def _look(
         self, chosen: Items[Sequence], proposed: Items[_Draft], speculator: Speculator
     ) -> list[_Draft]:
-        """Chooses the sequences that the draft model computes.
+        """Marks the sequences that the draft model computes in this step.
 
-        These are the sequences with a proposal of the draft model, and the sequences in which it
-        would complete a block. Returns the second kind.
+        These are the sequences with a proposal of the draft model, and sequences in which the draft
+        model would complete a block. Returns only the latter sequences.
         """
         num_passes = 1
         for draft in proposed:
@@ -186,7 +188,7 @@ class DraftPlanner:
         return late[:num_seen]
 
     def row_draft(self, seq: Sequence) -> RowDraft:
-        """Returns the drafting fields of the sequence's row in the planned step."""
+        """Returns the drafting fields for the sequence's row in the planned step."""
         draft = self._drafts[seq.seq_id]
         unseen = seq.token_ids[seq.num_draft_tokens :] if draft.is_seen else ()
         if draft.proposal is None:
@@ -200,9 +202,10 @@ class DraftPlanner:
     # ------------------------------------------------------------ after a step
 
     def num_seen(self, row: Row, result: RowResult, seq: Sequence) -> int | None:
-        """Returns the number of tokens whose K and V the draft model has; None without one.
+        """Returns the number of tokens whose K and V the draft model has; None without a draft
+        model.
 
-        The draft model has proposed its last token, but has not computed that token's KV.
+        The draft model has not computed the KV of the last token that it proposed.
         """
         if not self.has_draft_model:
             return None
@@ -213,7 +216,7 @@ class DraftPlanner:
         return min(num_seen, len(seq.token_ids))
 
     def learn(self, seq_id: SeqId, result: RowResult, num_accepted: int) -> None:
-        """Learns from a verified draft; `num_accepted` counts no tokens past the answer's end."""
+        """Learns from a verified draft. `num_accepted` excludes tokens past the answer's end."""
         proposal = self._drafts[seq_id].proposal
         if proposal is None:
             return

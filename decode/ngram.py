@@ -1,8 +1,9 @@
-"""Proposals without a model: the tokens that followed the same tokens before.
+"""Proposes drafts without a model: the tokens that followed an earlier occurrence of the same
+tokens.
 
-The search takes the last 4, 3 or 2 tokens of a sequence, and finds the longest such run that has
-occurred before. The tokens that followed it there are the proposal. If the proposal reaches the end
-of the sequence, it goes on with its own first tokens, as if the sequence were periodic.
+The search finds an earlier occurrence of the last 4 tokens of a sequence, or else of the last 3 or
+2. The tokens that followed this occurrence are the proposal. If the proposal reaches the end of the
+sequence, it continues with its own first tokens: the sequence is assumed to be periodic.
 
 C++ searches its own copy of each sequence's tokens. Each lookup appends the new tokens to the copy.
 One call searches a whole batch.
@@ -16,21 +17,23 @@ from typing import NamedTuple
 
 from engine.native.library import Native, library
 
-SIZES = (4, 3, 2)  # tokens, longest first
-LONGER = (16, 8)  # lengths reported for matches beyond the longest size
+SIZES = (4, 3, 2)  # numbers of tokens to search for, longest first
+LONGER = (16, 8)  # match lengths that are reported if a match is longer than four tokens
 
 
 class Match(NamedTuple):
-    """The sequence ends with `length` tokens that also end before `start`."""
+    """An earlier occurrence of the last `length` tokens of a sequence, which ends before
+    `start`.
+    """
 
     start: int
-    length: int  # one of SIZES or LONGER; it may be more
+    length: int  # one of SIZES or LONGER; the real match may be longer
 
 
 class _Tokens:
     def __init__(self, library: Native, token_ids: list[int]) -> None:
         self.token_ids = token_ids
-        self.num_known = 0  # number of tokens that the C++ copy has
+        self.num_known = 0  # number of tokens in the C++ copy
         self.handle: int = library.baton_ngrams_open()
         self._close = library.baton_ngrams_close
 
@@ -39,18 +42,18 @@ class _Tokens:
 
 
 class Ngrams:
-    """Keeps copies of sequences and searches them for matches."""
+    """Keeps C++ copies of sequences, and searches the copies for matches."""
 
     def __init__(self) -> None:
-        """Raises BuildError."""
+        """Loads the C++ library. Raises BuildError."""
         self._library = library()
 
     def open(self, token_ids: list[int]) -> _Tokens:
-        """Adds a sequence. Its later tokens are appended to the same list by the caller."""
+        """Adds a sequence. The caller appends its later tokens to the same list."""
         return _Tokens(self._library, token_ids)
 
     def find(self, sequences: Sequence[_Tokens]) -> list[Match | None]:
-        """Returns the match of each sequence, or None. All were opened with `open`."""
+        """Returns the match of each sequence, or None. The sequences were returned by `open`."""
         tokens, counts = array("i"), array("i")
         for sequence in sequences:
             new = sequence.token_ids[sequence.num_known :]
@@ -79,7 +82,7 @@ def _address(numbers: "array[int]") -> int:
 
 
 def follow(token_ids: Sequence[int], match: Match, num_tokens: int) -> list[int]:
-    """Returns the tokens after a match, as if the sequence repeated them."""
+    """Returns the tokens after a match, assuming that the sequence repeats them."""
     found = list(token_ids[match.start : match.start + num_tokens])
     for i in range(num_tokens - len(found)):
         found.append(found[i])

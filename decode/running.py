@@ -1,7 +1,8 @@
-"""The running batch: sequences with a row in every step, and the memory for their next tokens.
+"""The running batch: the sequences with a row in every step, and the memory for their next tokens.
 
-If memory runs short, copies are dropped first. Then the youngest running sequence is given back to
-the gateway, which continues it elsewhere or later with the same tokens. Its blocks stay cached.
+If memory runs short, copies of sequences that run elsewhere are dropped first. Then the youngest
+running sequence is given back to the gateway, which continues it elsewhere or later with the same
+tokens. Its blocks stay cached.
 """
 
 from collections import Counter
@@ -15,11 +16,11 @@ from engine.worker.batch import Row
 from engine.worker.events import Effect, Emit
 from engine.worker.sequence import Sequence
 
-PENDING = (0,)  # placeholder token ids of a row whose token the step in flight will choose
+PENDING = (0,)  # stands for the token of a row that the step in flight has not chosen yet
 
 
 class RunningBatch:
-    """Sequences that run, oldest first. Owns their blocks."""
+    """The running sequences, oldest first. Owns their blocks."""
 
     def __init__(
         self, memory: DecodeMemory, drafts: DraftPlanner | None, counters: Counter[str]
@@ -28,19 +29,20 @@ class RunningBatch:
         self._drafts = drafts
         self._counters = counters
         self.members = memory.running
-        self.joined: set[SeqId] = set()  # sequences that have joined and not run yet
+        # ids of sequences that have joined the batch and not run yet
+        self.joined: set[SeqId] = set()
 
     # ------------------------------------------------------------ joining and leaving
 
     def join(self, seq: Sequence) -> None:
-        """Adds a sequence whose KV is here. It runs from the next step on."""
+        """Adds a sequence whose KV is complete. It runs from the next step on."""
         if self._drafts is not None:
             self._drafts.join(seq)
         self.members[seq.seq_id] = seq
         self.joined.add(seq.seq_id)
 
     def leave(self, seq_id: SeqId) -> Sequence:
-        """Removes a sequence and returns it, with its blocks."""
+        """Removes a sequence, and returns it with its blocks."""
         if self._drafts is not None:
             self._drafts.leave(seq_id)
         self.joined.discard(seq_id)
@@ -53,17 +55,20 @@ class RunningBatch:
         return seq
 
     def start(self, seqs: Iterable[Sequence]) -> list[Effect]:
-        """Marks sequences as run; announces each one that runs for the first time."""
+        """Records that sequences run in a step. Announces each sequence that runs for the first
+        time.
+        """
         joined = self.joined
         new = [seq for seq in seqs if seq.seq_id in joined]
         joined.difference_update([seq.seq_id for seq in new])
         return [Emit(seq.gateway_id, DecodeStarted(seq.seq_id)) for seq in new]
 
     def due(self) -> tuple[list[Sequence], list[SeqId]]:
-        """Returns the sequences that have a next row, oldest first, and those without a block for
-        their next token.
+        """Returns the sequences that need a next row, and the ids of those that lack a block for
+        it.
 
-        A sequence has no next row if the step in flight brings its last token.
+        Both lists are ordered, oldest first. A sequence needs no next row if the step in flight
+        will compute its last token.
         """
         due, short = [], []
         for seq in self.members.values():
@@ -75,7 +80,7 @@ class RunningBatch:
         return due, short
 
     def rows(self, seqs: Items[Sequence]) -> list[Row]:
-        """Returns the sequences' rows in the planned step."""
+        """Returns the rows of these sequences for the planned step."""
         rows, drafts = [], self._drafts
         for seq in seqs:
             limits, is_pending = seq.limits, bool(seq.in_flight)
@@ -103,7 +108,7 @@ class RunningBatch:
     # ------------------------------------------------------------ memory
 
     def has_room(self) -> bool:
-        """True if there are idle blocks for the next tokens of all sequences."""
+        """Returns True if enough blocks are idle for the next tokens of all sequences."""
         missing = (_num_blocks(seq) - len(seq.block_table) for seq in self.due()[0])
         return sum(max(num, 0) for num in missing) <= self._pool.num_idle
 
@@ -112,12 +117,13 @@ class RunningBatch:
     ) -> list[Effect]:
         """Gives sequences the blocks of their next tokens.
 
-        Without memory `drop_copy` is called. If that frees nothing (None), the youngest running
-        sequence is given back, even if it is the sequence that needs the block.
+        If memory is short, `drop_copy` is called. If it returns None, no copy is left. Then the
+        youngest running sequence is given back, even if that sequence needs the block.
         """
         effects: list[Effect] = []
         for seq_id in short:
-            seq = self.members.get(seq_id)  # None if given back to free memory for another sequence
+            # None if the sequence was given back to free memory for another one
+            seq = self.members.get(seq_id)
             while seq is not None and len(seq.block_table) < _num_blocks(seq):
                 if self._pool.num_idle:
                     seq.block_table += self._pool.allocate(1)
@@ -147,5 +153,5 @@ class RunningBatch:
 
 
 def _num_blocks(seq: Sequence) -> int:
-    """Returns the blocks that all tokens need, pending ones too."""
+    """Returns the number of blocks that all tokens need, including pending tokens."""
     return -(-(len(seq.token_ids) + len(seq.in_flight)) // seq.block_size)

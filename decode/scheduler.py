@@ -1,9 +1,9 @@
-"""Continuous batching of sequences whose prompts were computed, elsewhere or in this worker.
+"""Continuous batching of sequences whose prompts have been computed, by this worker or another one.
 
 The life of a sequence, and the part that owns it:
 
-    queued    holds its lease at the source, but has no memory       `decode.arrivals`
-    pulling   owns blocks for its prompt; the missing ones are       `decode.arrivals`
+    queued    its lease is held at the source; it has no memory      `decode.arrivals`
+    pulling   owns blocks for its prompt; missing blocks are         `decode.arrivals`
               being pulled
     ready     all KV is here; waits for its first token, which the   `decode.arrivals`
               gateway forwards
@@ -14,11 +14,11 @@ running sequence to another worker (`HandOver`). Then the sequence leaves betwee
 blocks (`engine.worker.offers`), and arrives at the other worker like any sequence. The draft model
 there may lack the KV of its last tokens.
 
-A row has one token, or more where drafts are verified (`decode.drafts`). Room for admission
-includes the growth of the sequences admitted before (`DecodeMemory`). A step may be held for
-sequences that have just moved here (`StepHold`).
+A row has one token, or more if a draft is verified (`decode.drafts`). A sequence is admitted if
+there is also room for the growth of the sequences admitted before (`DecodeMemory`). The start of a
+step may be delayed for sequences that have just moved here (`StepHold`).
 
-The scheduler knows no clock, tensor or socket.
+The scheduler uses no clock, tensor or socket.
 
 Source: continuous batching, Yu et al., Orca, OSDI 2022.
 """
@@ -48,7 +48,7 @@ from engine.worker.sequence import Sequence
 
 
 class DecodeScheduler:
-    """Arriving and running sequences; `max_running` bounds their total number."""
+    """Schedules arriving and running sequences; `max_running` bounds their total number."""
 
     def __init__(
         self,
@@ -59,8 +59,10 @@ class DecodeScheduler:
         growth_tokens: int = 128,
         speculator: Speculator | None = None,
     ) -> None:
-        """A runner with a draft model needs a speculator, even one that drafts nothing: only a
-        speculator makes blocks complete. Sequences that `intake` refuses are given back.
+        """A runner with a draft model needs a speculator, even if nothing is drafted.
+
+        Only a speculator makes the draft model compute all tokens, so that blocks become complete.
+        Sequences that `intake` refuses are given back.
         """
         self._intake = intake
         self._max_running = max_running
@@ -78,16 +80,16 @@ class DecodeScheduler:
 
     @property
     def num_waiting(self) -> int:
-        """The number of sequences that lack KV or their first token, copies included."""
+        """The number of sequences that lack KV or their first token, including copies."""
         return self.arrivals.num_waiting
 
     @property
     def num_running(self) -> int:
-        """The number of sequences that generate."""
+        """The number of sequences that generate tokens."""
         return len(self.running.members)
 
     def _seqs(self) -> list[Sequence]:
-        """Returns all sequences here that are not cancelled."""
+        """Returns all sequences of this scheduler that are not cancelled."""
         return [*self.arrivals.seqs(), *self.running.members.values()]
 
     @property
@@ -124,7 +126,7 @@ class DecodeScheduler:
     def enqueue(
         self, gateway_id: GatewayId, message: Decode, guide: OpenedGuide | None
     ) -> list[Effect]:
-        """Appends a sequence whose KV is elsewhere, or gives it back."""
+        """Appends a sequence whose KV is at another worker, or gives the sequence back."""
         if self._is_known(message.seq_id):
             return [Emit(gateway_id, GivenBack(message.seq_id, "the id is in use"))]
         seq = self._intake.open(gateway_id, message, guide)
@@ -147,7 +149,7 @@ class DecodeScheduler:
         )
 
     def adopt(self, seq: Sequence) -> list[Effect]:
-        """Runs a sequence that this worker has prefilled."""
+        """Adds a sequence that this worker has prefilled to the running batch."""
         if self._is_known(seq.seq_id):
             seq.release(self._pool)
             return [Emit(seq.gateway_id, GivenBack(seq.seq_id, "the id is in use"))]
@@ -155,7 +157,9 @@ class DecodeScheduler:
         return []
 
     def on_pull_ended(self, ended: PullDone | PullFailed) -> list[Effect] | None:
-        """Keeps the blocks that arrived. Returns None if the pull is not of a sequence here."""
+        """Keeps the blocks that arrived. Returns None if the pull belongs to no sequence of this
+        scheduler.
+        """
         seq_id, arrivals = ended.seq_id, self.arrivals
         if isinstance(ended, PullFailed) and seq_id in arrivals.queued:
             return arrivals.on_lease_lost(ended)
@@ -184,14 +188,16 @@ class DecodeScheduler:
         del self.arrivals.arriving[seq_id]
         seq = arriving.seq
         _, finish = seq.extend((arriving.first_token,))
-        if finish is not None:  # a correct gateway does not hand over a finished sequence
+        if finish is not None:  # a correct gateway does not hand over a sequence that is finished
             seq.release(self._pool)
             return [Emit(seq.gateway_id, Tokens(seq.seq_id, [], finish))]
         self.running.join(seq)
         return []
 
     def remove_running(self, seq_id: SeqId) -> Sequence | None:
-        """Removes a running sequence, with its blocks; None if it does not run here."""
+        """Removes a running sequence with its blocks. Returns None if the sequence does not run
+        here.
+        """
         return self.running.leave(seq_id) if seq_id in self.running.members else None
 
     def cancel(self, seq_id: SeqId) -> list[Effect]:
@@ -202,13 +208,13 @@ class DecodeScheduler:
         return self.arrivals.cancel(seq_id)
 
     def remove_gateway(self, gateway_id: GatewayId) -> list[Effect]:
-        """Cancels a lost gateway's sequences."""
+        """Cancels all sequences of a lost gateway."""
         seqs = [*reversed(self.arrivals.seqs()), *self.running.members.values()]
         mine = [seq.seq_id for seq in seqs if seq.gateway_id == gateway_id]
         return [effect for seq_id in mine for effect in self.cancel(seq_id)]
 
     def give_back(self, accepted: Container[type]) -> list[Effect]:
-        """Gives waiting sequences back if this worker accepts no new sequences any more."""
+        """Gives waiting sequences back if this worker no longer accepts new sequences."""
         if Decode in accepted:
             return []
         effects: list[Effect] = []
@@ -223,8 +229,8 @@ class DecodeScheduler:
     def schedule(self, budget_tokens: int, now_s: float, *, ahead: bool = False) -> Scheduled:
         """Returns a row for each running sequence; admits sequences while the pool has room.
 
-        With a step in flight (`ahead`), nothing is scheduled if drafts depend on that step, or if
-        a sequence would have to be given back for want of memory.
+        While a step is in flight (`ahead`), nothing is scheduled if drafts depend on that step, or
+        if lack of memory would force the worker to give a sequence back.
         """
         running, arrivals, hold = self.running, self.arrivals, self._hold
         if ahead and (self.drafts is not None or not running.has_room()):
@@ -235,7 +241,7 @@ class DecodeScheduler:
         effects: list[Effect] = []
         if short:
             effects += running.make_room(short, arrivals.drop_copy)
-            due, _ = running.due()  # `make_room` may have given sequences back
+            due, _ = running.due()  # `make_room` may have given back some of the sequences
         chosen = due[:budget_tokens]
         admitted: list[Effect] = []
         is_any_running = bool(running.members)
@@ -247,7 +253,7 @@ class DecodeScheduler:
             now_s, arrivals.arriving.keys(), is_any_running=is_any_running
         ):
             return Scheduled(effects=effects + admitted, held_until_s=hold.until_s)
-        # Drafts get half of the remaining budget, so that prompts still make progress.
+        # Drafts get half of the remaining token budget, so that prompts still make progress.
         has_drafts = self.drafts is not None and self.drafts.plan(
             chosen, (budget_tokens - len(chosen)) // 2
         )
@@ -264,13 +270,13 @@ class DecodeScheduler:
         return Scheduled(rows, num_tokens, effects + started + admitted)
 
     def advance(self, rows: Items[Row], results: Items[RowResult]) -> list[Effect]:
-        """Appends the tokens of each row; ends the sequences whose answers are complete."""
+        """Appends the new tokens of each row. Ends the sequences whose answers are complete."""
         effects: list[Effect] = []
         members = self.running.members
         for row, result in zip(rows, results, strict=True):
             seq = members.get(row.seq_id)
             if seq is None or not seq.in_flight or seq.in_flight[0] is not row:
-                self._counters["void_rows"] += 1  # the sequence ended during the step
+                self._counters["void_rows"] += 1  # the sequence ended while the step ran
                 continue
             del seq.in_flight[0]
             if seq.guide is not None and (fault := seq.fault) is not None:
@@ -284,7 +290,7 @@ class DecodeScheduler:
     def _extend(self, seq: Sequence, row: Row, result: RowResult) -> Tokens:
         """Appends the tokens of a row to its sequence. The answer may end with these tokens."""
         chosen, drafts = result.token_ids, self.drafts
-        taken, finish = seq.extend(chosen)  # cuts the tokens past the answer's end
+        taken, finish = seq.extend(chosen)  # drops the tokens past the answer's end
         num_taken = len(taken)
         num_accepted = min(len(chosen) - 1, num_taken) if len(chosen) > 1 else 0
         num_computed = len(row.token_ids) + num_accepted

@@ -1,9 +1,9 @@
-"""The speculator: plans drafts for each step and learns from the steps that ran.
+"""The speculator plans drafts for each step, and learns from the steps that ran.
 
-`decode.choosing` computes what drafts are worth. A proposer that is not used yields no data about
-itself. Therefore the speculator also does the following:
+`decode.choosing` computes which drafts pay. A proposer that is not used yields no measurements. A
+*look* is a search for drafts that pay. Apart from looks, the speculator has these mechanisms:
 
-    trials        if no draft is worth its cost, a few tokens are drafted for some sequences.
+    trials        if no draft pays, a few tokens are nevertheless drafted for some sequences.
                   A trial runs several steps in a row, since the first step finds caches cold.
                   If the tokens are rejected, the interval to the next trial doubles. If all
                   tokens of a draft are kept, the next trial comes soon
@@ -21,7 +21,7 @@ itself. Therefore the speculator also does the following:
                   blocks can be shared
 
 Looks, trials and catching up each cost at most a small share of the time (`decode.stepcost`). The
-learned costs, the acceptance and the credit outlive sequences and batches.
+learned costs, the acceptance and the credit are kept when sequences and batches end.
 
 Deterministic: the same steps with the same times lead to the same choices.
 """
@@ -38,32 +38,37 @@ from engine.messages import SeqId
 from engine.worker.batch import BatchPlan, BatchResult, Row, StepTimes
 
 _TRIED_ROWS = 8
-_TRIED_TOKENS = 2  # drafted tokens in each row of a trial
-_TRIED_STEPS = 5  # consecutive steps of one trial
-_FEWEST_STEPS, _MOST_STEPS = 8, 2048  # bounds of the interval between two trials
-_BETWEEN_RATE = 0.1  # weight of the latest time between two steps that had no look
-_FIRST_PLAIN, _PLAIN_EVERY = 2, 64  # steps with a look before plain steps: at first, and later
-_PLAIN_STEPS = 2  # consecutive plain steps: the first one finds caches cold
-_LEARN_EVERY = 2  # without a lookup, one in this number of steps is learned from
-_SETTLED, _LEARN_EVERY_SETTLED = 8, 8  # after this number of steps of a kind, learn more rarely
-_ENOUGH_STEPS = 32  # number of steps that are all learned from; later only some are
-_SEEN_EVERY = 16  # one in this number of steps without a look is observed; the others are skipped
-_LEARN_EVERY_DRAFT = 16  # after `_ENOUGH_STEPS`: one in this number of steps with drafts
-_REUSED = 7  # after `_ENOUGH_STEPS`: steps that reuse a choice for the same sequences
-_CATCH_UP_EVERY = 4  # most steps that a full block waits for the draft model, if credit suffices
-_FIRST_REST = 3  # the first step with a look; earlier steps show the time of steps without a look
+_TRIED_TOKENS = 2  # number of drafted tokens in each row of a trial
+_TRIED_STEPS = 5  # number of consecutive steps of one trial
+_FEWEST_STEPS, _MOST_STEPS = 8, 2048  # bounds of the interval between two trials, in steps
+_BETWEEN_RATE = 0.1  # weight of the latest time between two steps without a look, in their average
+# number of steps with a look before plain steps: at first, and later
+_FIRST_PLAIN, _PLAIN_EVERY = 2, 64
+_PLAIN_STEPS = 2  # number of consecutive plain steps: the first one finds caches cold
+_LEARN_EVERY = 2  # without drafts, one in this number of steps is learned from
+# number of steps of one kind after which learning is rarer, and its new interval
+_SETTLED, _LEARN_EVERY_SETTLED = 8, 8
+_ENOUGH_STEPS = 32  # until this number of steps, all are learned from; later only some are
+# interval of observed steps while steps have no look; the steps between are skipped
+_SEEN_EVERY = 16
+# after `_ENOUGH_STEPS`, one in this number of steps with drafts is learned from
+_LEARN_EVERY_DRAFT = 16
+_REUSED = 7  # after `_ENOUGH_STEPS`, number of steps that reuse a choice for the same sequences
+# longest wait of a full block for the draft model, in steps, if the credit suffices
+_CATCH_UP_EVERY = 4
+_FIRST_REST = 3  # the first step that may have a look; earlier steps measure the time without looks
 # Steps until the next look if only a trial could change the choice, or if credit is missing.
 _REST = 32
 
 
 @dataclass(slots=True)
 class _Trials:
-    """The schedule on which an unused proposer is tried again."""
+    """The schedule of trials of a proposer that is not used."""
 
     interval: int = _FEWEST_STEPS
-    last: int = 0  # step in which the proposer was used, or a trial began
-    num_left: int = 0  # steps left of the running trial
-    num_rows: int = 0  # rows of the running trial
+    last: int = 0  # the step in which the proposer was last used, or its last trial started
+    num_left: int = 0  # remaining steps of the running trial
+    num_rows: int = 0  # number of rows of the running trial
 
     def is_due(self, step: int) -> bool:
         return step - self.last >= self.interval
@@ -76,20 +81,21 @@ class _Trials:
         self.last = step + _REST - self.interval
 
     def tried(self, step: int) -> None:
-        """Starts a trial. It counts as a failure until its result is known."""
+        """Records the start of a trial, which counts as a failure until its result is known."""
         self.last, self.interval = step, min(2 * self.interval, _MOST_STEPS)
 
 
 class Speculator:
-    """Plans drafts and learns. Owned by the thread that schedules."""
+    """Plans drafts and learns from steps. Owned by the thread that schedules."""
 
     def __init__(self, mode: Speculate, *, max_draft_tokens: int, has_draft_model: bool) -> None:
         self.max_draft_tokens = max_draft_tokens
         self.has_draft_model = has_draft_model
         self.uses_ngrams = mode in (Speculate.NGRAM, Speculate.AUTO)
         self.uses_draft_model = has_draft_model and mode in (Speculate.DRAFT, Speculate.AUTO)
-        self._cost = StepCost()  # costs of steps of the present size: one of `_costs`
-        self._costs: dict[int, StepCost] = {}  # by the bit length of the number of rows
+        self._cost = StepCost()  # costs of steps of the present batch size, one of `_costs`
+        # costs of steps, by the bit length of the number of rows
+        self._costs: dict[int, StepCost] = {}
         self._acceptance = Acceptance()
         self._chooser = DraftChooser(
             self._acceptance,
@@ -100,27 +106,29 @@ class Speculator:
         self._trials = {proposer: _Trials() for proposer, is_used in used.items() if is_used}
         self._tried: set[SeqId] = set()
         self._credit = TimeCredit()
-        self._last_s: float | None = None  # when the last step ended
-        self.num_to_pass = 0  # next steps for which nothing is planned or learned
+        self._last_s: float | None = None  # time at which the last step ended
+        self.num_to_pass = 0  # number of next steps for which nothing is planned or learned
         self._num_passed = 0  # steps that were skipped since the last observed step
-        self._lacks_credit = False  # True if the credit pays no look
-        self._advanced_s = 0.0  # predicted time of catching up in the present step
+        self._lacks_credit = False  # True if the credit does not suffice for a look
+        self._advanced_s = 0.0  # predicted duration of catching up in the present step, seconds
         self._had_drafts = False  # True if the last step had drafts
-        self._num_like = 0  # consecutive steps of the same kind as the last one
+        self._num_like = 0  # number of consecutive steps of the last step's kind
         self._num_since_plain = 0
         self._plain_every = _FIRST_PLAIN
         self._choice: list[Proposal | None] = []
         self._choice_key: tuple[int, list[tuple[SeqId, int]]] = 0, []
-        self._chosen = 0  # the step of the latest choice
-        self._reused_until = 0  # the last step in which the choice may be reused
-        self._step = 0  # the number of the present step
+        self._chosen = 0  # number of the step of the latest choice
+        self._reused_until = 0  # number of the last step that may reuse the choice
+        self._step = 0  # number of the present step
         self._rests_until = _FIRST_REST
-        self._has_looked = self._had_looked = False  # in the present step, and in the last one
-        self._catches_up_at = 0  # the next step in which the draft model may catch up
+        # whether the present step, and the last step, had a look
+        self._has_looked = self._had_looked = False
+        self._catches_up_at = 0  # number of the next step in which the draft model may catch up
         self._is_trial = False  # True if the present step's drafts are a trial
         self._is_in_trial = False  # True if the next step continues the trial
-        self._follows_drafts = self._drafts_now = False  # drafts in the last step, and in this one
-        self._trial_s = 0.0  # expected net cost of one step of the trial
+        # whether the last step, and the present step, have drafts
+        self._follows_drafts = self._drafts_now = False
+        self._trial_s = 0.0  # expected net cost of one step of the trial, seconds
 
     # ------------------------------------------------------------ choosing
 
@@ -136,7 +144,7 @@ class Speculator:
         if not self._trials:
             return True
         if self._lacks_credit and not self._is_in_trial:
-            return True  # the usual case: no draft is worth its cost
+            return True  # the usual case: no draft pays
         if self._step < self._rests_until and not self._is_in_trial:
             return True
         if self._num_since_plain >= self._plain_every and self._cost.is_known:
@@ -147,7 +155,7 @@ class Speculator:
         return False
 
     def weighs_draft_model(self, num_rows: int, num_context_tokens: int) -> bool:
-        """False if the draft model will propose nothing in a step of `num_rows` rows."""
+        """Returns False if the draft model cannot propose anything in a step of `num_rows` rows."""
         trials = self._trials.get(Proposer.DRAFT)
         if trials is None:
             return False
@@ -160,9 +168,10 @@ class Speculator:
     def plan(
         self, candidates: Sequence[Candidate], *, num_others: int = 0, others_tokens: int = 0
     ) -> list[Proposal | None]:
-        """Returns what to draft for each candidate in the next step.
+        """Returns the proposal for each candidate in the next step, or None.
 
-        `num_others` rows without drafts are in the batch; `others_tokens` is their context.
+        The batch has `num_others` more rows, for which nothing is drafted. Their context has
+        `others_tokens` tokens.
         """
         num_rows = len(candidates) + num_others
         if not self._trials or not num_rows:
@@ -204,7 +213,7 @@ class Speculator:
         used: set[Proposer],
         num_rows: int,
     ) -> None:
-        """Adds a trial of each proposer that has not been used for long."""
+        """Adds a trial of each proposer that has not been used for a long time."""
         self._is_in_trial = False
         for proposer, trials in self._trials.items():
             if proposer in used:
@@ -255,18 +264,20 @@ class Speculator:
         return self._cost.verifying_s + draft_s
 
     def _may_afford(self) -> bool:
-        """False if the credit pays no trial."""
+        """Returns False if the credit cannot pay for a trial."""
         return not self._cost.is_known or self._credit.of("trials") > 0
 
     def _afford(self, options: list[DraftOption], proposer: Proposer, num_rows: int) -> int:
         """Returns the number of options whose trial the credit pays.
 
-        The expected gain of the trial is subtracted from its cost; `_settle` later corrects both.
-        The credit pays for all options or for none, unless it is nearly full and will not grow.
+        The credit pays for the expected net cost of the trial; `_settle` later corrects it to the
+        measured cost. The credit pays for all options or for none, unless it is nearly full, so
+        that waiting would not increase it.
         """
         if not self._cost.is_known:
             return len(options)
-        worth_s = self._cost.plain_s(num_rows, 0.0) / num_rows  # worth of one token
+        # value of one token, in seconds of a step
+        worth_s = self._cost.plain_s(num_rows, 0.0) / num_rows
         rows_s = (
             _TRIED_TOKENS * o.token_s
             + o.first_s / _TRIED_STEPS
@@ -285,7 +296,7 @@ class Speculator:
         return num_paid
 
     def catches_up(self) -> bool:
-        """True if the draft model may catch up in this step. Called once for each planned step."""
+        """Returns True if the draft model may catch up in this step. Call once per planned step."""
         if self._step < self._catches_up_at:
             return False
         has_credit = self._credit.of("catching up") > 0 or not self._cost.is_known
@@ -293,9 +304,10 @@ class Speculator:
         return has_credit
 
     def may_catch_up(self, num_tokens: int, num_passes: int) -> bool:
-        """True if the draft model may compute `num_tokens` more tokens in `num_passes` more passes.
+        """Returns True if the draft model may compute `num_tokens` more tokens in `num_passes` more
+        passes.
 
-        If it may, the cost is subtracted from the credit.
+        If so, the predicted cost is subtracted from the credit.
         """
         pass_s = self._cost.draft_start_s + self._cost.draft_pass_s
         seconds = pass_s * num_passes + self._cost.draft_token_s * num_tokens
@@ -310,7 +322,9 @@ class Speculator:
     def learn(
         self, seq_id: SeqId, proposal: Proposal, *, num_drafted: int, num_accepted: int
     ) -> None:
-        """Learns from a proposal. It counts as rejected if a grammar prevented its verification."""
+        """Learns from a proposal. If a grammar prevented its verification, it counts as
+        rejected.
+        """
         kind = (proposal.proposer, proposal.match_len)
         self._acceptance.learn(seq_id, kind, max(num_drafted, 1), num_accepted)
         if seq_id in self._tried:
@@ -319,16 +333,16 @@ class Speculator:
                 self._trials[proposal.proposer].interval = _FEWEST_STEPS
 
     def remove(self, seq_id: SeqId) -> None:
-        """Drops the learned data of a sequence."""
+        """Removes the learned data of a sequence."""
         self._acceptance.remove(seq_id)
         self._tried.discard(seq_id)
 
     def observe(self, plan: BatchPlan, result: BatchResult, now_s: float) -> None:
         """Learns from the time of a step that just ended, unless it computed prompts.
 
-        Most steps without a look are skipped, since learning from a step costs a twentieth of a
-        small step's time. Which steps are skipped must not depend on their own times. Otherwise
-        interrupted steps would be learned from.
+        Most steps without a look are skipped, since learning from a step takes a twentieth of a
+        small step's time. The choice of skipped steps must not depend on their own times. Otherwise
+        more of the interrupted steps would be learned from.
         """
         if self.num_to_pass:
             self.num_to_pass -= 1
@@ -352,13 +366,14 @@ class Speculator:
 
     def _num_idle(self) -> int:
         """Returns the number of next steps in which neither a look nor catching up is due."""
-        end = self._step + _SEEN_EVERY  # the next step that is not skipped
+        end = self._step + _SEEN_EVERY  # number of the next step that is not skipped
         if self._trials and not self._lacks_credit:
             end = min(end, self._rests_until)
         if self.has_draft_model:
             end = min(end, self._catches_up_at)
         num_steps = end - self._step - 1
-        return num_steps if num_steps >= _PLAIN_STEPS else 0  # gains need the second plain step
+        # the gain is measured against the second plain step
+        return num_steps if num_steps >= _PLAIN_STEPS else 0
 
     def _learn_step(
         self, rows: Sequence[Row], result: BatchResult, times: StepTimes, before_s: float
@@ -367,11 +382,12 @@ class Speculator:
         advanced_s, self._advanced_s = self._advanced_s, 0.0
         has_drafts = self._has_looked and any(row.max_drafted for row in rows)
         self._follows_drafts, self._drafts_now = self._drafts_now, has_drafts
-        if advanced_s and not has_drafts:  # the draft model only caught up
+        if advanced_s and not has_drafts:  # the draft model only caught up in this step
             spent_s = times.draft_s + max(before_s - self._cost.between_s, 0.0)
             self._credit.add("catching up", advanced_s - spent_s)
         is_vain = self._has_looked and not has_drafts and self._cost.is_known
-        if is_vain and self._had_drafts:  # so the next step without a look is a new kind
+        # the next step without a look is then the first of its kind
+        if is_vain and self._had_drafts:
             self._had_drafts, self._num_like = False, 0
         is_telling = not is_vain and self._is_telling(has_drafts=has_drafts)
         for row in rows:
@@ -386,16 +402,17 @@ class Speculator:
             return
         drafted = sum(r.num_drafted for r in result.rows)
         self._cost.learn_target(_features(rows, result, drafted), step_s - times.draft_s)
-        if self._cost.target.num_since_start == 0:  # the time of a plain step is unknown again
+        # learning restarted, so the time of a plain step is unknown
+        if self._cost.target.num_since_start == 0:
             self._plain_every = _FIRST_PLAIN
         if times.draft_s > 0 and any(row.draft_token_ids for row in rows):
             self._cost.learn_draft(*_draft_work(rows), times.draft_s)
 
     def _see_plain(self, rows: Sequence[Row], times: StepTimes, before_s: float) -> None:
-        """Records the time of a step without drafts, unless the last step had drafts (cold caches).
+        """Records the time of a step without drafts. Skips it if the last step had drafts: caches
+        are cold.
 
-        The host time that this step's look and the last step's look took is subtracted from the
-        credit.
+        The host time of this step's look and of the last step's look is subtracted from the credit.
         """
         read = sum([row.end for row in rows]) / THOUSAND
         if self._has_looked or self._had_looked:
@@ -407,7 +424,7 @@ class Speculator:
             self._cost.see_plain(len(rows), read, step_s)
 
     def _settle(self, rows: Sequence[Row], result: BatchResult, step_s: float) -> None:
-        """Credits the time that a step's drafts gained, or subtracts the time that they lost."""
+        """Credits the time that a step's drafts gained. If they lost time, reduces the credit."""
         read = sum([row.end for row in rows]) / THOUSAND
         plain_s = self._cost.recent_plain_s(len(rows), read)
         yielded_s = plain_s * sum([len(outcome.token_ids) for outcome in result.rows]) / len(rows)
@@ -420,7 +437,7 @@ class Speculator:
             self._cost.learn_trust(rate / self._chooser.expected_gain, len(rows))
 
     def _turn_to(self, num_rows: int) -> None:
-        """Selects the costs of steps with `num_rows` rows."""
+        """Selects the costs for a batch of `num_rows` rows."""
         size = num_rows.bit_length()
         if size not in self._costs:
             nearest = min(self._costs, key=lambda known: abs(known - size), default=None)
@@ -428,9 +445,10 @@ class Speculator:
         self._cost = self._costs[size]
 
     def _is_telling(self, *, has_drafts: bool) -> bool:
-        """True if the step is to be learned from: more often after a change of kind, later rarely.
+        """Returns True if the step is to be learned from.
 
-        The first step of a kind is not learned from: it finds caches cold.
+        Steps are learned from more often after a change of kind, and more rarely later. The first
+        step of a kind is never learned from, since it finds caches cold.
         """
         num_like, self._num_like = self._num_like, self._num_like + 1
         if has_drafts != self._had_drafts:
@@ -443,7 +461,9 @@ class Speculator:
         return num_like % (_LEARN_EVERY if num_like < _SETTLED else _LEARN_EVERY_SETTLED) == 0
 
     def _passed_before(self, seconds: float, now_s: float) -> float:
-        """Returns the time between the last step and the step that just ended after `seconds`.
+        """Returns the time between the end of the last step and the start of the present one.
+
+        The present step just ended and took `seconds`.
 
         The time includes planning, which drafts make longer. If the time exceeds the step itself,
         the worker was idle: then the recent average is returned.
@@ -463,7 +483,7 @@ def _features(rows: Sequence[Row], result: BatchResult, drafted: int) -> tuple[f
 
 
 def _draft_work(rows: Sequence[Row]) -> tuple[int, int]:
-    """Returns the draft model's number of passes and tokens. Catching up takes one pass."""
+    """Returns the number of passes and tokens of the draft model. Catching up takes one pass."""
     passes = max(max(row.num_to_draft for row in rows), 1)
     tokens = sum(len(row.draft_token_ids) + max(row.num_to_draft - 1, 0) for row in rows)
     return passes, tokens

@@ -2,7 +2,7 @@
 
     target_s = [1, rows, read, verifies, drafted] · weights     drafted: tokens verified beyond one
                                                                 a row; verifies: 1 if there are any
-    draft_s  = [1, passes, tokens] · weights                    of the draft model
+    draft_s  = [1, passes, tokens] · weights                    passes and tokens of the draft model
 
 `target_s` is the time since the end of the last step. It includes planning, but not the draft
 model. `read` is the number of context tokens that attention reads, in thousands, summed over the
@@ -12,20 +12,20 @@ step does not predict the next one. But many large errors in a row mean that the
 changed. If these are errors of steps without drafts, all weights are scaled. If these are errors of
 steps with drafts, learning restarts from the latest step.
 
-The cost of one more token depends on the size of the batch. It is low while reading the model's
-weights takes most of the time, and high when computing does. So each power of two of the batch
-size has its own costs.
+The cost of one more token depends on the size of the batch. The cost is low if reading the model's
+weights takes most of the time, and high if computing does. So each power of two of the batch size
+has its own costs.
 
-Before the first step, the weights fit a small model on a CPU. Only their proportions
-matter: the first timed step scales them.
+Before the first step, the weights fit a small model on a CPU. Only their proportions matter: the
+first timed step scales them.
 
-`TimeCredit` limits the cost of drafting that does not pay to a small share of all time for each
-purpose:
+`TimeCredit` limits the cost of drafting that does not pay. Each of these purposes may use a small
+share of all time:
 
     looks         searches that find no draft worth its cost, and drafts that lose time. Time that
                   drafts gain is credited, so each step has a look while drafts pay
     trials        drafts that are not expected to pay
-    catching up   passes in which the draft model computes tokens that it left out
+    catching up   passes in which the draft model computes tokens that it skipped
 
 So speculation never costs more than the sum of these shares plus the saved credit, even if all its
 estimates are wrong.
@@ -35,23 +35,26 @@ import copy
 from collections.abc import Sequence
 from operator import mul
 
-_NOISE = 0.05  # share of a step's time
+_NOISE = 0.05  # relative error of a step's measured time
 _MEMORY = 0.99  # factor by which each new step reduces the weight of older steps
-_ERRORS = (-0.3, 0.3)  # bounds of an error, as shares of the prediction
-_SURPRISES = 4  # clipped errors in a row, among steps of one kind, until learning restarts
-_YOUNG, _YOUNG_ERRORS = 6, (-0.8, 0.5)  # steps after a restart, and their wider bounds
-_LEAST = 0.1  # lowest prediction, as a share of the step's time
-_LEANING = 0.3  # likely distance of a weight from zero, as a share of a step
+_ERRORS = (-0.3, 0.3)  # bounds to which an error is clipped, as shares of the prediction
+# number of clipped errors in a row, in steps of one kind, after which learning restarts
+_SURPRISES = 4
+# number of steps after a restart with wider bounds, and these bounds
+_YOUNG, _YOUNG_ERRORS = 6, (-0.8, 0.5)
+_LEAST = 0.1  # lowest prediction, as a share of the measured time
+_LEANING = 0.3  # prior standard deviation of a weight around zero, as a share of a step
 
-_PACE_RATE = 0.25  # weight of the latest step without drafts
+_PACE_RATE = 0.25  # weight of the latest step without drafts in the average pace
 
-_TRUST_RATE, _TRUST_ROWS = 0.2, 16  # weight of the latest step; less if it has fewer rows
-_LEAST_SHARE = 0.5  # lowest measured share that one step can contribute
-_HOPE = 0.05  # share of the missing trust that is regained at each choice without drafts
+# weight of the latest step in the trust, for at least this number of rows; lower for fewer
+_TRUST_RATE, _TRUST_ROWS = 0.2, 16
+_LEAST_SHARE = 0.5  # lowest share of the expected gain that one step can contribute
+_HOPE = 0.05  # part of the missing trust that each choice without drafts restores
 
-_CHEAPEST = 1e-3  # lowest cost of a drafted token, as a share of a step
+_CHEAPEST = 1e-3  # lowest cost of a drafted token, as a share of the fixed cost of a step
 
-# Initial weights in seconds, and the likely error of each.
+# Initial weights in seconds, and the likely error of each weight.
 _TARGET = (0.9e-3, 0.02e-3, 0.005e-3, 0.02e-3, 0.03e-3)
 _TARGET_SPREAD = (0.5e-3, 0.02e-3, 0.01e-3, 0.5e-3, 0.05e-3)
 _DRAFT = (0.03e-3, 0.1e-3, 0.002e-3)
@@ -59,19 +62,20 @@ _DRAFT_SPREAD = (0.1e-3, 0.1e-3, 0.004e-3)
 
 
 class StepFit:
-    """y ≈ weights · x.
+    """Fits the weights of y ≈ weights · x to measured steps.
 
-    The code is plain Python: the vectors are short, and calls of a library would cost a tenth of
-    a step's time.
+    The code is plain Python: the vectors are short, and calls of a library would cost a tenth of a
+    step's time.
     """
 
     def __init__(self, prior: Sequence[float], spread: Sequence[float]) -> None:
         self.weights: list[float] = list(prior)
         self.num_steps = 0
-        self.num_since_start = 0  # steps since the last restart of learning
+        self.num_since_start = 0  # number of steps since learning last restarted
         self._scale = sum(prior)
         self._variance = [x**2 for x in spread]
-        self._surprises = {False: 0, True: 0}  # by `is_special`: > 0 if too slow, < 0 if too fast
+        # clipped errors in a row, by `is_special`: positive if too slow, negative if too fast
+        self._surprises = {False: 0, True: 0}
         self._covariance: list[list[float]] = []
         self.restart()
 
@@ -96,8 +100,8 @@ class StepFit:
     def learn(self, x: Sequence[float], y: float, *, is_special: bool = False) -> float:
         """Learns that a step with these features took `y` seconds.
 
-        Returns the factor by which all weights were scaled, else 1. Only steps that are not
-        special can show that the whole machine became slower or faster.
+        Returns the factor by which all weights were scaled, or 1. Only steps that are not special
+        can show that the whole machine has become slower or faster.
         """
         self.num_steps += 1
         self.num_since_start += 1
@@ -121,7 +125,7 @@ class StepFit:
         return 1.0
 
     def shrink(self, index: int) -> None:
-        """Pulls a weight towards zero, if other weights can explain the same times."""
+        """Moves a weight towards zero, as far as other weights can explain the same times."""
         features = [0.0] * len(self.weights)
         features[index] = 1 / self._scale
         self._correct(features, -self.weights[index] / self._scale, _LEANING)
@@ -161,17 +165,17 @@ def _dot(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 class StepCost:
-    """The costs of a step's parts, in seconds."""
+    """The predicted costs of the parts of a step, in seconds."""
 
     def __init__(self) -> None:
         self.target = StepFit(_TARGET, _TARGET_SPREAD)
         self.draft = StepFit(_DRAFT, _DRAFT_SPREAD)
-        self.between_s = 0.0  # recent time between two steps without a look
+        self.between_s = 0.0  # average time between two recent steps without a look, seconds
         self.trust = 1.0  # measured gain of steps with drafts, as a share of the expected gain
         self._pace = 1.0  # time of recent plain steps, as a share of their prediction
 
     def begun_anew(self) -> "StepCost":
-        """Returns a copy with large uncertainty: the first guess for another batch size."""
+        """Returns a copy with large uncertainty, as the first guess for another batch size."""
         other = copy.deepcopy(self)
         other.target.restart()
         other.draft.restart()
@@ -179,24 +183,26 @@ class StepCost:
 
     @property
     def is_known(self) -> bool:
-        """True if a step has been timed."""
+        """True once a step has been timed."""
         return self.target.num_steps > 0
 
     def plain_s(self, num_rows: int, read: float) -> float:
-        """Returns the time of a step in which nothing is drafted."""
+        """Returns the predicted time of a step without drafts."""
         return self.target.predict((1.0, num_rows, read, 0.0, 0.0))
 
     @property
     def verifying_s(self) -> float:
         """The fixed extra cost of a step in which at least one row has drafted tokens.
 
-        This cost and the cost per token are fitted together, so only their sum is reliable. This
-        one may be negative, but the first token always has a positive cost.
+        The fixed cost and the cost per token are fitted together, so only their sum is reliable.
+        The fixed cost may be negative, but its sum with the first token's cost never is.
         """
         return max(self.target.weights[3], -max(self.target.weights[4], 0.0))
 
     def drafted_s(self, context: float) -> float:
-        """Returns the cost to verify one more token behind `context` thousands of tokens."""
+        """Returns the cost of verifying one more token after `context` thousands of context
+        tokens.
+        """
         token_s, read_s, least_s = self.drafted_prices
         return max(token_s + read_s * context, least_s)
 
@@ -208,7 +214,7 @@ class StepCost:
 
     @property
     def draft_start_s(self) -> float:
-        """The fixed cost of the draft model's passes in one step."""
+        """The fixed cost of a step in which the draft model computes."""
         return max(self.draft.weights[0], 0.0)
 
     @property
@@ -222,7 +228,7 @@ class StepCost:
         return max(self.draft.weights[2], 0.0)
 
     def learn_target(self, x: Sequence[float], seconds: float) -> None:
-        """Learns the time of a step without the draft model's part."""
+        """Learns from the time of a step, without the draft model's part."""
         is_first, is_special = not self.is_known, x[3] > 0
         factor = self.target.learn(x, seconds, is_special=is_special)
         if factor != 1.0:
@@ -232,14 +238,15 @@ class StepCost:
             self.target.shrink(3)
 
     def recent_plain_s(self, num_rows: int, read: float) -> float:
-        """Returns the time of a plain step, scaled to the latest plain steps.
+        """Returns the predicted time of a step without drafts, scaled to the latest such steps.
 
-        A fitted prediction averages over many steps, so it lags when the machine's speed changes.
+        A fitted prediction averages over many steps, so it lags behind changes of the machine's
+        speed.
         """
         return self._pace * self.plain_s(num_rows, read)
 
     def see_plain(self, num_rows: int, read: float, seconds: float) -> None:
-        """Records the time of a step without drafts, not counting looks for drafts.
+        """Records the time of a step without drafts. The time excludes looks for drafts.
 
         A large difference is clipped, like a large error of a prediction.
         """
@@ -247,38 +254,47 @@ class StepCost:
         self._pace *= 1 + _PACE_RATE * min(max(change, _ERRORS[0]), _ERRORS[1])
 
     def learn_trust(self, share: float, num_rows: int) -> None:
-        """Learns from the share of its expected gain that a step with drafts reached."""
+        """Learns the trust from a step with drafts, which reached this share of its expected
+        gain.
+        """
         rate = _TRUST_RATE * min(num_rows / _TRUST_ROWS, 1.0)
         self.trust += rate * (max(share, _LEAST_SHARE) - self.trust)
 
     def hope(self) -> None:
-        """Raises the trust a little, after a choice without drafts, which measures no gain."""
+        """Raises the trust a little after a choice without drafts, since such a step measures no
+        gain.
+        """
         self.trust += _HOPE * (1.0 - self.trust)
 
     def learn_draft(self, num_passes: int, num_tokens: int, seconds: float) -> None:
-        """Learns the time of the draft model's part of a step."""
+        """Learns from the time of the draft model's part of a step."""
         self.draft.learn((1.0, num_passes, num_tokens), seconds)
 
 
-SHARES = {"looks": 0.01, "trials": 0.002, "catching up": 0.003}  # share of all time
-_CREDIT_STEPS = {"looks": 4, "trials": 6, "catching up": 4}  # maximum credit, in times of a step
-_EARN_EVERY = 16  # steps whose time is credited together
+# largest share of all time for each purpose
+SHARES = {"looks": 0.01, "trials": 0.002, "catching up": 0.003}
+# largest credit, in durations of a step
+_CREDIT_STEPS = {"looks": 4, "trials": 6, "catching up": 4}
+_EARN_EVERY = 16  # number of steps whose time is credited at once
 _NEARLY = 0.9
 
 
 class TimeCredit:
-    """Credit in seconds for each purpose in `SHARES`. Steps add credit; spending subtracts it."""
+    """The credit in seconds for each purpose in `SHARES`. Steps add credit, and spending subtracts
+    it.
+    """
 
     def __init__(self) -> None:
         self._credit_s = dict.fromkeys(SHARES, 0.0)
-        self._step_s: float | None = None  # average time of recent steps
-        self._earned_s, self._num_earned = 0.0, 0  # seconds and steps not credited yet
+        self._step_s: float | None = None  # average time of recent steps, seconds
+        # seconds and number of steps that are not credited yet
+        self._earned_s, self._num_earned = 0.0, 0
 
     def earn(self, seconds: float, num_steps: int = 1) -> None:
-        """Adds the credit for `num_steps` steps that took `seconds`."""
+        """Adds the credit for `num_steps` steps that took `seconds` together."""
         if self._step_s is None:
             self._step_s = seconds / num_steps
-            # The first full blocks and the first looks need not wait for credit.
+            # A start credit, so that the first full blocks and the first looks need not wait.
             for purpose in ("looks", "catching up"):
                 self._credit_s[purpose] = self._most_s(purpose)
         self._earned_s += min(seconds, 2 * self._step_s * num_steps)
@@ -291,19 +307,21 @@ class TimeCredit:
         self._earned_s, self._num_earned = 0.0, 0
 
     def of(self, purpose: str) -> float:
-        """Returns the seconds that may be spent on a purpose."""
+        """Returns the number of seconds that may be spent on a purpose."""
         return self._credit_s[purpose]
 
     def is_nearly_full(self, purpose: str) -> bool:
-        """True if waiting would add little to the credit."""
+        """Returns True if waiting would add little to the credit for a purpose."""
         return self._credit_s[purpose] > _NEARLY * self._most_s(purpose)
 
     def add(self, purpose: str, seconds: float) -> None:
-        """Credits seconds that were gained or not spent; negative seconds reduce the credit."""
+        """Adds seconds that were gained or not spent. Negative seconds reduce the credit."""
         self._credit_s[purpose] = min(self._credit_s[purpose] + seconds, self._most_s(purpose))
 
     def spend(self, purpose: str, seconds: float) -> bool:
-        """Subtracts seconds from the credit. Returns False, and subtracts none, without credit."""
+        """Subtracts seconds from the credit. Returns False, and subtracts nothing, if the credit is
+        used up.
+        """
         if self._credit_s[purpose] < seconds:
             return False
         self._credit_s[purpose] -= seconds

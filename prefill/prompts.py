@@ -1,13 +1,13 @@
-"""Prompts that wait for memory or for their prefix, and the state of a prompt.
+"""Prompts that wait for memory or for their prefix, and the state of each prompt.
 
     waiting    owns no blocks; starts when the pool has blocks for the whole prompt
     pulling    owns its blocks; the prefix that another worker offered is being pulled into the
                first of these blocks, while later prompts go ahead. If the prompt is cancelled, it
                stays until its pull has ended
 
-An offered prefix is held from arrival on, but not while memory is short. Otherwise two workers that
-wait for memory and hold each other's blocks could wait for ever. A prompt does not depend on its
-pull: blocks that the pull does not bring are computed.
+The lease on an offered prefix is held from the prompt's arrival on, but not while memory is short.
+Otherwise two workers that wait for memory and hold leases on each other's blocks could wait for
+ever. A prompt does not depend on its pull: this worker computes the blocks that do not arrive.
 
 Source: two owners of a block, sglang#24527.
 """
@@ -24,29 +24,34 @@ from engine.worker.sequence import Sequence
 
 @dataclass(slots=True)
 class PendingPrompt:
-    """A sequence whose prompt is not computed yet."""
+    """A sequence whose prompt is not completely computed yet."""
 
     seq: Sequence
-    hands_over: bool  # True if the KV is leased to another worker, which decodes
-    number: int  # in the order of arrival
-    prefix: LeaseRef | None = None  # held until its pull starts or it is given up
-    pulled: tuple[BlockId, ...] = ()  # blocks that the pull writes: from the first uncached one
-    is_cancelled: bool = False  # only while its prefix is being pulled
-    num_pulled: int = 0  # blocks that a successful pull brought
-    pull_s: float = 0.0  # time of the pull
-    lease_id: LeaseId | None = None  # open from the first chunk until the lease ends
-    num_leased_ready: int = 0  # leased blocks that are ready
-    num_top: int | None = None  # top log-probabilities per prompt token; None: no scores are wanted
-    scored: list[Logprobs] = field(default_factory=list)  # from the chunks computed so far
+    hands_over: bool  # True if another worker decodes, so the KV is leased to that worker
+    number: int  # position in the order of arrival
+    # lease on the offered prefix, held until its pull starts or the lease is given up
+    prefix: LeaseRef | None = None
+    # local blocks that the pull writes, which start at the first uncached block
+    pulled: tuple[BlockId, ...] = ()
+    is_cancelled: bool = False  # True if the prompt was cancelled while its prefix is being pulled
+    num_pulled: int = 0  # number of blocks that a successful pull has written
+    pull_s: float = 0.0  # duration of the pull, seconds
+    # id of the lease on this prompt's blocks, from the first chunk until the lease ends
+    lease_id: LeaseId | None = None
+    num_leased_ready: int = 0  # number of leased blocks that are ready
+    # number of top log-probabilities per prompt token; None: no log-probabilities are wanted
+    num_top: int | None = None
+    # log-probabilities of the chunks computed so far
+    scored: list[Logprobs] = field(default_factory=list)
 
     @property
     def kind(self) -> type:
-        """The type of the message that brought the prompt."""
+        """The type of the message with which the prompt arrived."""
         return Prefill if self.hands_over else Generate
 
 
 class WaitingPrompts:
-    """Prompts without a computed chunk, and their offered prefixes."""
+    """The prompts without a computed chunk, and the leases on their offered prefixes."""
 
     def __init__(self, pool: BlockPool, *, block_size: int, counters: Counter[str]) -> None:
         self._pool = pool
@@ -63,26 +68,28 @@ class WaitingPrompts:
     # ------------------------------------------------------------ arrival and start
 
     def enqueue(self, prompt: PendingPrompt, prefix: LeaseRef | None) -> list[Effect]:
-        """Appends a prompt and holds the prefix that was offered for it."""
+        """Appends a prompt, and holds the lease on the prefix that was offered for it."""
         seq_id = prompt.seq.seq_id
         self.waiting[seq_id] = prompt
         if prefix is None:
             return []
         held: Effect = HoldLease(seq_id, prefix)
         if prompt.num_top is not None:
-            return [held, AbortPull(seq_id)]  # frees the source from keeping the blocks
+            # releases the lease, so that the source need not keep the blocks
+            return [held, AbortPull(seq_id)]
         prompt.prefix = prefix
         return [held]
 
     def start_next(self) -> tuple[PendingPrompt | None, list[Effect]]:
-        """Gives the first waiting prompt its blocks, and starts to pull its prefix.
+        """Gives the first waiting prompt its blocks, and starts the pull of its prefix.
 
         Returns the prompt. Its next chunk can run unless the prompt is `pulling`. If memory is
-        short, returns None: the prompt stays first, and all held prefixes are given up.
+        short, returns None: the prompt remains the first, and the leases on all prefixes are
+        released.
         """
         prompt = next(iter(self.waiting.values()))
         seq, pool = prompt.seq, self._pool
-        # At least one token must be computed, and all tokens if their scores are wanted.
+        # The last token is always computed; if log-probabilities are wanted, all tokens are.
         num_reusable = (len(seq.token_ids) - 1) // self._block_size
         cached = pool.match(seq.block_hashes[:num_reusable]) if prompt.num_top is None else []
         seq.adopt_cached(cached, pool)
@@ -97,7 +104,7 @@ class WaitingPrompts:
         return prompt, [self._start_pull(prompt, prompt.prefix, num_reusable)]
 
     def _start_pull(self, prompt: PendingPrompt, prefix: LeaseRef, num_reusable: int) -> Effect:
-        """Pulls the offered blocks that are not cached here; aborts the pull if all are cached."""
+        """Pulls the offered blocks that are not cached here. If all are cached, aborts the pull."""
         seq = prompt.seq
         first = seq.num_computed_tokens // self._block_size
         indices = range(first, min(prefix.num_blocks, num_reusable))
@@ -110,7 +117,9 @@ class WaitingPrompts:
         return StartPull(seq.seq_id, tuple(zip(indices, prompt.pulled, strict=True)))
 
     def _give_up_prefixes(self) -> list[Effect]:
-        """Gives up all held prefixes: a prompt that waits for memory must hold no remote blocks."""
+        """Releases the leases on all prefixes, since a prompt that waits for memory must hold no
+        lease.
+        """
         effects: list[Effect] = []
         for seq_id, prompt in self.waiting.items():
             if prompt.prefix is not None:
@@ -122,14 +131,16 @@ class WaitingPrompts:
     # ------------------------------------------------------------ ends
 
     def end_pull(self, ended: PullDone | PullFailed) -> PendingPrompt | None:
-        """Keeps the blocks that arrived. Returns the prompt, which can be computed from now on."""
+        """Keeps the blocks that arrived. Returns the prompt, whose chunks can be computed from now
+        on.
+        """
         seq_id = ended.seq_id
         failed = ended if isinstance(ended, PullFailed) else None
         prompt = self.pulling.pop(seq_id, None)
         if prompt is None:
             waiting = self.waiting.get(seq_id)
             if failed is not None and waiting is not None and waiting.prefix is not None:
-                waiting.prefix = None  # its lease ended before the prompt had memory
+                waiting.prefix = None  # the lease ended before the prompt had memory
                 self._counters["fallbacks:prefix_pull_failed"] += 1
             return None
         if isinstance(ended, PullDone):
@@ -151,7 +162,7 @@ class WaitingPrompts:
         return prompt
 
     def cancel(self, seq_id: SeqId) -> list[Effect]:
-        """Removes a prompt. While its prefix is being pulled, its blocks stay allocated."""
+        """Removes a prompt. Its blocks stay allocated while its prefix is being pulled."""
         prompt = self.pulling.get(seq_id)
         if prompt is not None and not prompt.is_cancelled:
             prompt.is_cancelled = True

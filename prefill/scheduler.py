@@ -1,4 +1,4 @@
-"""Chunked prefill, first come first served.
+"""Chunked prefill of prompts in their order of arrival.
 
 The life of a sequence, and the part that owns it:
 
@@ -8,18 +8,18 @@ The life of a sequence, and the part that owns it:
     leased             computed: the sequence is gone, its blocks   `engine.worker.offers`
                        belong to the lease until the lease ends
 
-A `Prefill` leases its blocks and drops the sequence after the first token. A `Generate` opens no
-lease and passes the sequence on to the decode scheduler of this worker. A lease has the id of its
-sequence.
+For a `Prefill`, the scheduler leases the blocks and drops the sequence after the first token. For a
+`Generate`, it opens no lease and passes the sequence on to the decode scheduler of this worker. A
+lease has the id of its sequence.
 
-A prefix that is cached here is not computed again. The prompt's last token always is: the first
-token of the answer is sampled from its logits.
+A prefix that is cached here is not computed again. The prompt's last token is always computed,
+because the first token of the answer is sampled from its logits.
 
 If log-probabilities of the prompt are wanted, the prompt is computed from its first token on, even
 if a prefix is cached or offered. The log-probabilities are collected over the prompt's chunks and
 sent with the first token of the answer.
 
-The scheduler knows no clock, tensor or socket.
+The scheduler uses no clock, tensor or socket.
 
 Source: chunked prefill, Agrawal et al., Sarathi-Serve, OSDI 2024.
 """
@@ -58,12 +58,12 @@ from engine.worker.pace import StepPace
 from engine.worker.sequence import Sequence as OpenSequence
 from prefill.prompts import PendingPrompt, WaitingPrompts
 
-# A step of this number of tokens keeps a GPU busy: beyond it, time grows in proportion to tokens.
+# With this number of tokens, a step keeps a GPU busy; beyond it, time is proportional to tokens.
 FULL_STEP_TOKENS = 512
 
 
 class PrefillScheduler:
-    """Prompts waiting, pulling a prefix, being computed, and leased out."""
+    """Schedules prompts from their arrival until the leases on their blocks end."""
 
     def __init__(
         self,
@@ -75,10 +75,10 @@ class PrefillScheduler:
         adopt: Callable[[OpenSequence], list[Effect]],
         pace: StepPace | None = None,
     ) -> None:
-        """Gives back prompts that `intake` refuses. Sinks pull from `address`.
+        """Prompts that `intake` refuses are given back. Sinks pull from `address`.
 
-        `adopt` gets each sequence that this worker also decodes. `pace` bounds the chunks in steps
-        that also decode.
+        `adopt` is called with each sequence that this worker also decodes. `pace` limits the chunks
+        in steps that also decode.
         """
         self._pool = pool
         self._intake = intake
@@ -86,10 +86,11 @@ class PrefillScheduler:
         self._chunk_tokens = chunk_tokens
         self._adopt = adopt
         self._pace = pace
-        self._num_prompts = 0  # prompts that have arrived since the start
+        self._num_prompts = 0  # number of prompts that have arrived since the start
         self._counters: Counter[str] = Counter()
         self.waiting = WaitingPrompts(pool, block_size=intake.block_size, counters=self._counters)
-        self.computing: dict[SeqId, PendingPrompt] = {}  # in the order of arrival
+        # prompts that are being computed, in order of arrival
+        self.computing: dict[SeqId, PendingPrompt] = {}
         self.leases = LeaseTable(pool, address)
 
     @property
@@ -104,17 +105,19 @@ class PrefillScheduler:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of all prompts that are not fully computed, cached tokens included."""
+        """The tokens of all prompts that are not fully computed, including cached tokens."""
         prompts = (*self.waiting.prompts(), *self.computing.values())
         return sum(len(prompt.seq.token_ids) for prompt in prompts)
 
     @property
     def counters(self) -> Mapping[str, int]:
-        """Counts of pulled prefix blocks, and of offered prefixes that had to be computed."""
+        """Counters of pulled prefix blocks, and of offered prefixes that had to be computed
+        instead.
+        """
         return self._counters
 
     def give_back(self, accepted: Container[type]) -> list[Effect]:
-        """Gives back waiting prompts of kinds that this worker no longer accepts."""
+        """Gives back the waiting prompts of the kinds that this worker no longer accepts."""
         effects: list[Effect] = []
         late = [prompt for prompt in self.waiting.waiting.values() if prompt.kind not in accepted]
         for prompt in reversed(late):  # the gateway puts each one at its queue's front
@@ -126,7 +129,7 @@ class PrefillScheduler:
     def enqueue(
         self, gateway_id: GatewayId, message: Prefill | Generate, guide: OpenedGuide | None
     ) -> list[Effect]:
-        """Appends a prompt, or gives it back."""
+        """Appends a prompt to the queue, or gives the prompt back."""
         seq_id, waiting = message.seq_id, self.waiting
         if (
             seq_id in waiting.waiting
@@ -146,12 +149,13 @@ class PrefillScheduler:
         return waiting.enqueue(prompt, message.prefix)
 
     def on_pull_ended(self, ended: PullDone | PullFailed) -> list[Effect]:
-        """Computes a prompt whose prefix was pulled, or could not be pulled."""
+        """Makes a prompt computable whose prefix was pulled, or could not be pulled."""
         prompt = self.waiting.end_pull(ended)
         if prompt is None:
             return []
         effects = self._begin(prompt)
-        # Later prompts went ahead during the pull. From now on this prompt is before them again.
+        # Later prompts may have started during the pull. From now on this prompt precedes them
+        # again.
         in_order = sorted(self.computing.items(), key=lambda item: item[1].number)
         self.computing = dict(in_order)
         return effects
@@ -161,8 +165,9 @@ class PrefillScheduler:
     def schedule(self, budget_tokens: int) -> Scheduled:
         """Returns one chunk of each prompt, in order of arrival, while budget and memory last.
 
-        A chunk may be scheduled while the previous chunk is in flight. A step that completes a
-        prompt gets few other tokens, since the first token waits for the whole step.
+        A chunk may be scheduled while the previous chunk is in flight. If a chunk completes a
+        prompt, the step gets few other tokens, since the prompt's first token waits for the whole
+        step.
         """
         if not self.computing and not self.waiting.waiting:
             return NOTHING
@@ -171,7 +176,7 @@ class PrefillScheduler:
             left = self._add_row(prompt, left, scheduled)
         while left > 0 and self.waiting.waiting:
             if self._pace is not None and self._pace.most_tokens(0) == 0:
-                break  # the pace leaves no tokens for one more prompt
+                break  # `pace` leaves no tokens for another prompt
             started, effects = self.waiting.start_next()
             scheduled.effects += effects
             if started is None:
@@ -182,7 +187,7 @@ class PrefillScheduler:
         return scheduled
 
     def _begin(self, prompt: PendingPrompt) -> list[Effect]:
-        """Opens the lease of a prompt whose next chunk can run, if another worker decodes it."""
+        """Opens the lease on the blocks of a prompt, if another worker decodes it."""
         seq = prompt.seq
         self.computing[seq.seq_id] = prompt
         lease, effects = None, list[Effect]()
@@ -200,7 +205,7 @@ class PrefillScheduler:
     def _add_row(self, prompt: PendingPrompt, left: int, scheduled: Scheduled) -> int:
         """Adds the next chunk of a prompt, of at most `left` tokens; returns the tokens left.
 
-        If the chunk completes the prompt, the tokens left are cut to `FULL_STEP_TOKENS` in all.
+        If the chunk completes the prompt, the step is limited to `FULL_STEP_TOKENS` tokens in all.
         """
         seq = prompt.seq
         start = seq.num_computed_tokens
@@ -237,12 +242,12 @@ class PrefillScheduler:
         return min(left - num, room)
 
     def advance(self, rows: Sequence[Row], results: Sequence[RowResult]) -> list[Effect]:
-        """Counts chunks as computed. The last chunk brings the answer's first token."""
+        """Counts chunks as computed. A prompt's last chunk yields the answer's first token."""
         effects: list[Effect] = []
         for row, result in zip(rows, results, strict=True):
             prompt = self.computing.get(row.seq_id)
             if prompt is None or not prompt.seq.in_flight or prompt.seq.in_flight[0] is not row:
-                continue  # cancelled during the step
+                continue  # the prompt was cancelled during the step
             seq = prompt.seq
             del seq.in_flight[0]
             seq.advance(len(row.token_ids), self._pool)
@@ -275,13 +280,13 @@ class PrefillScheduler:
         effects: list[Effect] = [Emit(seq.gateway_id, done)]
         if not prompt.hands_over and finish is None:
             return effects + self._adopt(seq)
-        seq.release(self._pool)  # the lease, if any, still holds the blocks
+        seq.release(self._pool)  # the open lease, if any, still keeps the blocks
         if prompt.lease_id is not None and finish is not None:
             effects.append(RevokeLease(prompt.lease_id))
         return effects
 
     def _give_up(self, prompt: PendingPrompt, fault: str) -> list[Effect]:
-        """Ends an answer that no worker can continue."""
+        """Ends an answer that no worker can continue, with an error."""
         del self.computing[prompt.seq.seq_id]
         prompt.seq.release(self._pool)
         given_back = GivenBack(prompt.seq.seq_id, fault, hopeless=True)
@@ -300,14 +305,16 @@ class PrefillScheduler:
         return effects
 
     def remove_gateway(self, gateway_id: GatewayId) -> list[Effect]:
-        """Cancels a lost gateway's prompts, and revokes the leases on its computed prompts."""
+        """Cancels the prompts of a lost gateway, and revokes the leases on its computed prompts."""
         prompts = [*self.waiting.prompts(), *self.computing.values()]
         mine = [prompt.seq.seq_id for prompt in prompts if prompt.seq.gateway_id == gateway_id]
         mine += map(SeqId, self.leases.of(gateway_id))
         return [effect for seq_id in dict.fromkeys(mine) for effect in self.cancel(seq_id)]
 
     def on_lease_ended(self, lease_id: LeaseId, reason: str) -> list[Effect]:
-        """Releases the blocks of a lease. Gives back a prompt whose sink is silent."""
+        """Releases the blocks of a lease that ended. Gives back the prompt if its sink is
+        silent.
+        """
         if not self.leases.close(lease_id):
             return []
         seq_id = SeqId(lease_id)
@@ -316,7 +323,7 @@ class PrefillScheduler:
             return []
         prompt.lease_id = None
         if reason != "expired":
-            return []  # the sink has its blocks, or the sequence is being cancelled
+            return []  # the sink has the blocks, or the sequence is being cancelled
         del self.computing[seq_id]
         prompt.seq.release(self._pool)
         return [Emit(prompt.seq.gateway_id, GivenBack(seq_id, "lease expired"))]

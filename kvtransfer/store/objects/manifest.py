@@ -73,7 +73,10 @@ class ManifestBlock(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
 
 
 class SegmentTerms(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The facts about a segment that its reader checks: name, identity and sizes."""
+    """The facts about a segment that its reader checks: name, identity and sizes.
+
+    `identity` is the digest of the model's fingerprint and the layout of its KV.
+    """
 
     name: Annotated[str, msgspec.Meta(max_length=64)]
     identity: _Digest
