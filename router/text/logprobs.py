@@ -1,13 +1,14 @@
 """Log-probabilities in the three forms that clients get, aligned with the text of their tokens.
 
 There are two ways to choose the entries of an answer. In vLLM's way, every token has an entry. In
-OpenAI's way, an entry is shown with the text that its token begins. Text may be held because it
-could begin a stop string or ends inside a character. If a stop string cuts off text, the entries of
-that text are dropped too. The token that ends an answer has no text and no entry.
+OpenAI's way, an entry is shown together with the first text of its token. Text may be held back
+because it could begin a stop string, or because it ends inside a character. If a stop string cuts
+off text, the entries of that text are dropped too. The token that ends an answer has no text and no
+entry.
 
-An entry with twenty alternatives is some 1.5 kB of JSON. So entries become JSON one by one, when
-their list is written (`router.inbox.json_parts`). The parts of that JSON are encoded once for each
-token of the vocabulary.
+An entry with twenty alternatives is some 1.5 kB of JSON. So entries are converted to JSON one by
+one, when their list is written (`router.inbox.json_parts`). The constant JSON of a token is encoded
+once for each token of the vocabulary.
 
 Sources: OpenAI API reference, chat completions and completions; `prompt_logprobs`, vLLM's
 OpenAI-compatible server.
@@ -26,10 +27,10 @@ from engine.messages import Logprobs
 from router.inbox.json_parts import LazyItems
 from router.text.detokenizer import AnswerText
 
-NUM_CACHED = 16_384  # tokens, some 300 bytes each
-SMALLEST_LOGPROB = -9999.0  # replaces minus infinity, which JSON does not have
+NUM_CACHED = 16_384  # number of tokens, some 300 bytes each
+SMALLEST_LOGPROB = -9999.0  # replaces minus infinity, which JSON lacks
 
-# A token id and its log-probabilities; the first token of a prompt has no log-probabilities.
+# A token id and its log-probabilities; None for the first token of a prompt.
 Entry = tuple[int, Logprobs | None]
 BytesOf = Callable[[int], bytes]
 
@@ -37,17 +38,17 @@ _encode = msgspec.json.Encoder().encode
 
 
 class ScoredText:
-    """An `AnswerText` whose tokens come with log-probabilities."""
+    """An `AnswerText` with an entry of log-probabilities for each token."""
 
     def __init__(self, text: AnswerText) -> None:
         self._text = text
         self._shown_len = 0
-        self._pending: deque[tuple[int, Entry]] = deque()  # start of its text, entry
+        self._pending: deque[tuple[int, Entry]] = deque()  # position of the token's text, and entry
 
     def push(
         self, token_ids: Sequence[int], logprobs: Sequence[Logprobs]
     ) -> tuple[str, tuple[Entry, ...]]:
-        """Returns text to show now, and the entries of tokens that begin in that text or before."""
+        """Returns the text to show now, and the entries of tokens that begin in it or before."""
         pieces = []
         for token_id, scores in zip(token_ids, logprobs, strict=True):
             if self._text.stopped:
@@ -61,11 +62,11 @@ class ScoredText:
         return "".join(pieces), self._release()
 
     def finish(self) -> tuple[str, tuple[Entry, ...]]:
-        """Returns the held text and entries at the end of the answer."""
+        """Returns the remaining text and entries at the end of the answer."""
         text = self._text.finish()
         self._shown_len += len(text)
         released = self._release()
-        if not self._text.stopped:  # entries of final tokens without text
+        if not self._text.stopped:  # the last tokens have no text, but entries
             released += tuple(entry for _, entry in self._pending)
         self._pending.clear()
         return text, released
@@ -78,15 +79,15 @@ class ScoredText:
 
 
 class LogprobsWriter(Protocol):
-    """Encodes the entries of one choice, in order."""
+    """The interface for encoding the entries of one choice, in order."""
 
     def shape(self, entries: Sequence[Entry]) -> dict[str, Any]:
-        """Returns the `logprobs` of a choice that shows these tokens. Its lists are read once."""
+        """Returns the `logprobs` of a choice with these tokens. Its lists may be read once."""
         ...
 
 
 class ChatLogprobs:
-    """The form of chat completions. With `ids_for_names`, a token's name is `token_id:`, its id."""
+    """The form of chat completions. With `ids_for_names`, a token is named `token_id:ID`."""
 
     def __init__(self, bytes_of: BytesOf, num_top: int, *, ids_for_names: bool = False) -> None:
         self._bytes_of = bytes_of
@@ -94,7 +95,7 @@ class ChatLogprobs:
         self._ids_for_names = ids_for_names
 
     def shape(self, entries: Sequence[Entry]) -> dict[str, Any]:
-        """`content` has one item for each token."""
+        """Returns the field, with one item of `content` for each token."""
         return {"content": LazyItems(entries, self._item), "refusal": None}
 
     def _item(self, entry: Entry) -> Raw:
@@ -107,7 +108,7 @@ class ChatLogprobs:
         return Raw(own[:-1] + b',"top_logprobs":[' + b",".join(top) + b"]}")
 
     def _frame(self, token_id: int) -> tuple[bytes, bytes]:
-        """Returns the JSON of a token before and after its number."""
+        """Returns the JSON of a token, before and after its log-probability."""
         begin, end = _chat_frame(self._bytes_of(token_id))
         if self._ids_for_names:
             begin = b'{"token":"token_id:%d","logprob":' % token_id
@@ -117,7 +118,7 @@ class ChatLogprobs:
 class CompletionLogprobs:
     """The form of completions: parallel lists. `text_offset` counts characters.
 
-    With `ids_for_names`, a token's name is `token_id:` and its id.
+    With `ids_for_names`, a token is named `token_id:ID`.
     """
 
     def __init__(self, bytes_of: BytesOf, num_top: int, *, ids_for_names: bool = False) -> None:
@@ -128,7 +129,7 @@ class CompletionLogprobs:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def shape(self, entries: Sequence[Entry]) -> dict[str, Any]:
-        """Each of the lists has one item for each token."""
+        """Returns the field, with one item of each list for each token."""
         return {
             "tokens": LazyItems(entries, lambda entry: Raw(self._name(entry[0]))),
             "token_logprobs": LazyItems(entries, _own_logprob),
@@ -137,7 +138,7 @@ class CompletionLogprobs:
         }
 
     def _alternatives(self, entry: Entry) -> Raw | None:
-        """Returns the likeliest tokens, and the chosen token."""
+        """Returns the JSON of the likeliest tokens and of the chosen token."""
         token_id, scores = entry
         if scores is None:
             return None
@@ -159,17 +160,17 @@ class CompletionLogprobs:
 
 
 def prompt_entries(token_ids: Sequence[int], logprobs: Sequence[Logprobs]) -> tuple[Entry, ...]:
-    """Returns the entries of a prompt; `logprobs` begin with its second token."""
+    """Returns the entries of a prompt. `logprobs` start with the second token."""
     return tuple(zip(token_ids, (None, *logprobs), strict=True))
 
 
 def prompt_logprobs(entries: Sequence[Entry], bytes_of: BytesOf, num_top: int) -> LazyItems[Entry]:
-    """Returns vLLM's form: for each token of a prompt, the candidates by token id."""
+    """Returns a prompt's field in vLLM's form: for each token, the candidates by token id."""
     return LazyItems(entries, partial(candidates, bytes_of=bytes_of, num_top=num_top))
 
 
 def candidates(entry: Entry, bytes_of: BytesOf, num_top: int) -> Raw | None:
-    """Returns a token and the likeliest tokens at its position, by token id."""
+    """Returns the JSON of a token and of the likeliest tokens at its position, by token id."""
     token_id, scores = entry
     if scores is None:
         return None
@@ -190,17 +191,17 @@ def _own_logprob(entry: Entry) -> float | None:
 
 
 def mean_logprob(logprobs: Sequence[float]) -> float:
-    """Returns the mean log-probability, by which several answers are ranked."""
+    """Returns the mean log-probability, by which the answers of a request are ranked."""
     return sum(logprobs) / len(logprobs) if logprobs else -float("inf")
 
 
 def _ranked(scores: Logprobs, num_top: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Returns the likeliest tokens, and their log-probabilities."""
+    """Returns the ids of the likeliest tokens, and their log-probabilities."""
     return scores.top_ids[:num_top], scores.top_logprobs[:num_top]
 
 
 def _numbers(logprobs: Sequence[float]) -> list[bytes]:
-    """Returns the JSON of each number; there is at least one."""
+    """Returns the JSON of each log-probability. There must be at least one."""
     return _encode([_finite(logprob) for logprob in logprobs])[1:-1].split(b",")
 
 
@@ -210,20 +211,20 @@ def _finite(logprob: float) -> float:
 
 @lru_cache(NUM_CACHED)
 def _chat_frame(data: bytes) -> tuple[bytes, bytes]:
-    """Returns the JSON of a token in a chat, before and after its number."""
+    """Returns the JSON of a token in a chat, before and after its log-probability."""
     end = b',"bytes":' + _encode(list(data)) + b"}"
     return b'{"token":' + _decoded(data) + b',"logprob":', end
 
 
 @lru_cache(NUM_CACHED)
 def _decoded(data: bytes) -> bytes:
-    """Returns the JSON of a token's text."""
+    """Returns the JSON of a token's text. Invalid bytes are replaced."""
     return _encode(data.decode(errors="replace"))
 
 
 @lru_cache(NUM_CACHED)
 def _spelled(data: bytes) -> bytes:
-    """Returns the same, but bytes that are not valid text are escaped, so that names differ."""
+    """Returns the JSON of a token's text. Invalid bytes are escaped, so that names differ."""
     try:
         return _encode(data.decode())
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""Structures of `src/text/text.cpp`, field by field, with which C++ handles the tokens of answers.
+"""Structures of `src/text/text.cpp`, with the same fields. In C++, they handle answers' tokens.
 
 C++ does the work of `router.text.detokenizer` and `router.gateway.answers.stream` for many answers
 at once. It decodes tokens, escapes the text for JSON, and adds the constant parts of a chunk. In
@@ -17,21 +17,21 @@ from engine.native.library import library
 
 
 class GapSeries(Protocol):
-    """A series of a histogram; its numbers are in arrays that never move."""
+    """The interface of a series of a histogram. The addresses of its arrays never change."""
 
     @property
     def bounds(self) -> "array[float]":
-        """Upper bounds of all buckets but the last."""
+        """Upper bounds of all buckets except the last, which has none."""
         ...
 
     @property
     def counts(self) -> "array[int]":
-        """The counts by bucket."""
+        """The number of observed values in each bucket."""
         ...
 
     @property
     def total(self) -> "array[float]":
-        """The sum of all observed values."""
+        """The sum of all observed values, in an array."""
         ...
 
 
@@ -41,7 +41,7 @@ class NativeVocabulary:
     def __init__(
         self, bytes_by_id: Mapping[int, bytes], size: int, special: frozenset[int]
     ) -> None:
-        """Supports ids below `size`. Raises BuildError."""
+        """Creates a vocabulary for ids below `size`. Raises BuildError."""
         self._library = library()
         tokens = [bytes_by_id.get(token_id, b"") for token_id in range(size)]
         ends = array("q", accumulate(map(len, tokens)))
@@ -55,7 +55,7 @@ class NativeVocabulary:
 
 
 class NativeSeries(Structure):
-    """One series of a histogram; the arrays are Python's."""
+    """A series of a histogram in arrays of Python, for C++."""
 
     _fields_ = (
         ("bounds", c_void_p),
@@ -66,7 +66,7 @@ class NativeSeries(Structure):
 
 
 class NativeText(Structure):
-    """The state of one answer's text, as in `router.text.detokenizer.TextState`, and its chunks."""
+    """The state of one answer's text (`router.text.detokenizer.TextState`), and of its chunks."""
 
     _fields_ = (
         ("vocabulary", c_void_p),
@@ -105,7 +105,7 @@ class NativeText(Structure):
         gaps: GapSeries,
         shows_special: bool,
     ) -> None:
-        """Says how C++ makes text of tokens.
+        """Sets how C++ converts tokens to text.
 
         Tokens of `end_ids` are not shown after `min_tokens` tokens. The seconds between two steps
         are counted in `gaps`.
@@ -117,7 +117,7 @@ class NativeText(Structure):
             gaps.counts.buffer_info()[0],
             gaps.total.buffer_info()[0],
         )
-        self._kept = (vocabulary, ends, gaps, series)  # C++ reads them, so they must stay alive
+        self._kept = (vocabulary, ends, gaps, series)  # keeps the memory that C++ reads
         self.vocabulary = vocabulary.handle
         self.end_ids, self.num_end_ids = ends.buffer_info()
         self.min_tokens = min_tokens
@@ -125,19 +125,19 @@ class NativeText(Structure):
         self.shows_special = shows_special
 
     def surround(self, before: bytes, after: bytes) -> None:
-        """Sets the bytes around the text of each chunk; the text is a JSON string."""
+        """Sets the bytes before and after the text of each chunk. The text is a JSON string."""
         self.before, self.after = before, after  # ctypes keeps these bytes alive
         self.before_len, self.after_len = len(before), len(after)
 
 
 class TakenFrame(Structure):
-    """The result of handling a worker's frame."""
+    """The result of handling a worker's frame in C++."""
 
     _fields_ = (
         ("num_messages", c_int64),
         ("num_taken", c_int64),
         ("num_tokens", c_int64),
-        ("taken", POINTER(c_void_p)),  # by message; None: not handled
+        ("taken", POINTER(c_void_p)),  # the answer of each message; None: not handled
         ("num_rests", c_int64),
         ("rests", POINTER(c_int64)),
         ("out", c_void_p),

@@ -1,6 +1,6 @@
 """Structural tags: an answer made of constant texts, JSON and free text, as one grammar.
 
-Pure. A format is one of these; others are refused by name:
+Pure. A format is one of these; any other format is refused by name:
 
     {"type": "const_string", "value": "…"}
     {"type": "json_schema", "json_schema": {…}}
@@ -11,9 +11,9 @@ Pure. A format is one of these; others are refused by name:
     {"type": "tags_with_separator", "tags": [tag, …], "separator": "…"}
     {"type": "triggered_tags", "triggers": ["…", …], "tags": [tag, …]}
 
-The last two may have `at_least_one` and `stop_after_first`. Triggered tags stand in free text,
-which ends at a trigger: then one of the tags that begin with the trigger must follow. Triggered
-tags must be the last part.
+The last two may have `at_least_one` and `stop_after_first`. Triggered tags occur in free text. When
+the free text contains a trigger, one of the tags that begin with this trigger must follow.
+Triggered tags must be the last part.
 
 Source: xgrammar, structural tags.
 """
@@ -29,7 +29,7 @@ from router.text.forms.calling import literal
 MAX_PARTS = 1000
 _OF_TAG = frozenset({"type", "begin", "content", "end"})
 _OF_TAGS = frozenset({"type", "tags", "at_least_one", "stop_after_first"})
-_NAMES: Mapping[str, frozenset[str]] = {  # the fields of a format, by its type
+_NAMES: Mapping[str, frozenset[str]] = {  # the allowed fields of a format, by its type
     "const_string": frozenset({"type", "value"}),
     "json_schema": frozenset({"type", "json_schema"}),
     "any_text": frozenset({"type"}),
@@ -43,7 +43,7 @@ _OF_STRUCTURE = frozenset({"begin", "schema", "end"})
 
 
 def newer_form(value: Mapping[str, Any], param: str) -> dict[str, Any]:
-    """Returns the format for an older structural tag with `structures` and `triggers`."""
+    """Converts an older structural tag, with `structures` and `triggers`, to a format."""
     structures = value.get("structures")
     if not isinstance(structures, list):
         raise InvalidRequest(f"{param}.structures must be a list", param=f"{param}.structures")
@@ -58,14 +58,14 @@ def newer_form(value: Mapping[str, Any], param: str) -> dict[str, Any]:
 
 
 def grammar_of_tag(form: object, param: str) -> str:
-    """Returns the grammar in Lark. Raises InvalidRequest with the name of the part."""
+    """Returns the grammar in Lark. Raises InvalidRequest with the name of the invalid part."""
     rules: list[str] = []
     start = _expression(form, param, rules, is_last=True)
     return "\n".join([f"start: {start}", *rules])
 
 
 def _expression(form: object, param: str, rules: list[str], *, is_last: bool) -> str:
-    """Returns an expression for a format; its rules are added to `rules`."""
+    """Returns an expression for a format. Adds the rules that it needs to `rules`."""
     if len(rules) >= MAX_PARTS:
         raise InvalidRequest(f"{param}: more than {MAX_PARTS} parts", param=param)
     if not isinstance(form, dict):
@@ -109,7 +109,7 @@ def _expression(form: object, param: str, rules: list[str], *, is_last: bool) ->
 def _separated(
     tags: list[object], separator: str, form: Mapping[str, object], param: str, rules: list[str]
 ) -> str:
-    """Returns tags with a text between them."""
+    """Returns an expression for tags with the text `separator` between them."""
     parts = [
         _expression(_tag(each, f"{param}.tags[{i}]"), f"{param}.tags[{i}]", rules, is_last=False)
         for i, each in enumerate(tags)
@@ -127,7 +127,7 @@ def _triggered(
     param: str,
     rules: list[str],
 ) -> str:
-    """Returns free text in which a trigger leads to the rest of a tag that begins with it."""
+    """Returns an expression for free text with tags that begin with a trigger."""
     ways: dict[str, list[str]] = {}
     for i, trigger in enumerate(triggers):
         if not isinstance(trigger, str) or not trigger:
@@ -158,7 +158,7 @@ def _triggered(
 
 
 def _tag(form: object, param: str) -> dict[str, Any]:
-    """Returns a tag of a list; its `type` may be missing. Raises InvalidRequest."""
+    """Returns a tag of a list, whose `type` may be missing. Raises InvalidRequest."""
     if not isinstance(form, dict) or not isinstance(form.get("begin"), str):
         raise InvalidRequest(f"{param} must be a tag", param=param)
     return {"type": "tag", **form}
@@ -180,13 +180,13 @@ def _flag(form: Mapping[str, object], name: str, param: str) -> bool:
 
 
 def _lead(end: str, rules: list[str]) -> str:
-    """Returns a rule for text up to and including the first end mark."""
+    """Returns a rule for any text up to and including the first `end`."""
     escaped = re.escape(end).replace("/", "\\/").replace("\\\n", "\\n")
     return _rule(rules, f"/(?s:.*){escaped}/", attributes="[lazy]")
 
 
 def _content(content: object, end: str, param: str, rules: list[str]) -> str:
-    """Returns the content of a tag up to its end; free text ends at the first end mark."""
+    """Returns an expression for a tag's content and end. Free text stops at the first end."""
     if isinstance(content, Mapping) and content.get("type") == "any_text":
         _check_names(content, _NAMES["any_text"], f"{param}.content")
         return _lead(end, rules)

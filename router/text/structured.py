@@ -1,14 +1,15 @@
 """Converts the fields about the form of an answer to one grammar.
 
-Pure: fields of a body in, a `Structure` or an InvalidRequest with the field's name out. A request
-may use one of these: OpenAI's `response_format`, vLLM's `structured_outputs`, its older `guided_*`
-fields, SGLang's `regex`, `ebnf` and `json_schema`. It may also have tools.
+Pure: takes the fields of a body, and returns a `Structure` or raises an InvalidRequest with the
+field's name. A request may use one of these: OpenAI's `response_format`, vLLM's
+`structured_outputs`, its older `guided_*` fields, SGLang's `regex`, `ebnf` and `json_schema`. It
+may also have tools.
 
-Tool calls have the form of the model's family (`router.text.forms`). With `tool_choice` "auto", an
-answer may come instead of calls, and follows the field if there is one. Otherwise the answer may be
-any text, and in most forms text may also precede calls; no text follows calls. So a grammar becomes
-a part of another one: schemas and expressions become one rule. A grammar in Lark or EBNF keeps its
-rules, under names that no other part uses.
+Tool calls have the form of the model's family (`router.text.forms`). With `tool_choice` "auto", the
+model may answer without calls. The grammar of such an answer comes from one of these fields;
+without a field, it may be any text. In most forms, any text may also precede calls; no text follows
+calls. So the grammar of a field becomes a part of another grammar: a schema or a regular expression
+becomes one rule. A grammar in Lark or EBNF keeps its rules, under names that no other part uses.
 
 Sources: OpenAI API reference, chat completions; vLLM, structured outputs and tool calling;
 NousResearch, Hermes function calling; llguidance, docs/syntax.md (lazy lexemes, special tokens).
@@ -44,12 +45,12 @@ from router.text.tools import (
 )
 
 MAX_CHOICES = 10_000
-MAX_LOOSENED_LEN = 32 * 2**10  # characters of a schema that may be enforced in part
+MAX_LOOSENED_LEN = 32 * 2**10  # maximum length of a schema that may be enforced in part
 
 Json = Any
 Fields = Mapping[str, Json]
 
-# vLLM's older fields and SGLang's fields, with the kind of grammar of each.
+# vLLM's older fields and SGLang's fields, each with its kind of grammar.
 _GUIDED = {
     "guided_json": "json",
     "guided_regex": "regex",
@@ -64,12 +65,12 @@ FIELDS = frozenset(("response_format", "structured_outputs", *_GUIDED, "tools", 
 
 
 class Structure(msgspec.Struct, frozen=True):
-    """The grammar of an answer and the tools that it may call.
+    """The grammar of an answer, and the tools that it may call.
 
-    `param` names the field of the grammar. `parts` are the fields and grammars from which it is
-    made; if it cannot be followed, one of them is the reason. `tools` are for the chat template, as
-    the client wrote them. With `calling`, the answer may contain calls of these tools. `unheld`
-    names places of schemas that the grammar does not enforce.
+    The request's field `param` gave the grammar, which is made of the fields and grammars in
+    `parts`. If the grammar cannot be used, one of these parts is the cause. `tools` are for the
+    chat template, as the client wrote them. With `calling`, the answer may contain calls of these
+    tools. `unheld` names places of schemas that the grammar does not enforce.
     """
 
     grammar: Grammar | None = None
@@ -81,11 +82,11 @@ class Structure(msgspec.Struct, frozen=True):
     offer: ToolOffer | None = None
 
     def all_parts(self) -> tuple[GrammarPart, ...]:
-        """The parts, and the grammars of tools. Tools' grammars are read only after a refusal."""
+        """Returns `parts` and the grammars of tools, which are read only after a refusal."""
         return self.parts + (() if self.offer is None else self.offer.parts(_dumped))
 
     def loosened(self, functions: Sequence[str]) -> "Structure":
-        """Returns it with looser rules for these functions' arguments. Raises InvalidRequest."""
+        """Returns a structure with looser rules for these functions. Raises InvalidRequest."""
         assert self.offer is not None
         unheld = tuple(name for name in self.unheld if not name.startswith("tools["))
         return _offered(self.offer.loosened(functions), self.parts, unheld)
@@ -99,9 +100,9 @@ def structure_of(
 ) -> Structure:
     """Returns the structure that the fields of a body request. Raises InvalidRequest.
 
-    `token_of` returns the id of an added token, which in some models is the mark around calls.
-    `form` is the way in which the model writes calls. The gateway's grammar checker decides whether
-    the grammar can be followed.
+    `token_of` returns the id of an added token; in some models, marks of calls are added tokens.
+    `form` is the form in which the model writes calls. The gateway's grammar checker decides later
+    if the grammar can be used.
     """
     asked = [name for name in _GUIDED if fields.get(name) is not None]
     asked += [n for n in ("response_format", "structured_outputs") if _asks(fields.get(n))]
@@ -126,7 +127,7 @@ def _answer(name: str, fields: Fields) -> Structure:
 
 
 def _behind_channel(answer: Structure, token_of: Callable[[str], int | None]) -> Structure:
-    """Returns it for a model with channels: the grammar applies only to the final message."""
+    """Returns the structure for gpt-oss, where the grammar applies only to the final message."""
     if answer.grammar is None or missing_mark(token_of) is not None:
         return answer
     source = final_grammar(_rules(answer), token_of)
@@ -145,7 +146,7 @@ def _rules(answer: Structure) -> AnswerRules:
 
 
 def check_combination(structure: Structure, fields: Fields) -> None:
-    """Raises InvalidRequest if the grammar cannot be followed with the other fields."""
+    """Raises InvalidRequest if the other fields do not allow the grammar."""
     if structure.grammar is None:
         return
     for name in ("min_tokens", "ignore_eos"):
@@ -176,7 +177,7 @@ def _response_format(value: Json) -> Structure:
     asked = Structure(_grammar("json", schema, where, strict=bool(strict)), where)
     is_long = asked.grammar is None or len(asked.grammar.source) > MAX_LOOSENED_LEN
     is_whole = strict or is_long or not isinstance(schema, dict) or can_be_held(schema)
-    if is_whole or is_endless(schema):  # no answer can satisfy an endless schema, so it is refused
+    if is_whole or is_endless(schema):  # refused, as no answer can satisfy an endless schema
         return asked
     source, unheld = lenient_grammar(schema)
     return Structure(Grammar(GrammarKind.LARK, source), where, unheld=named_places(where, unheld))
@@ -197,7 +198,7 @@ def _structural_tag(value: Fields, param: str) -> Structure:
 def _structured_outputs(value: Json) -> Structure:
     param = "structured_outputs"
     given = {k: v for k, v in object_at(value, param).items() if v is not None and v is not False}
-    given.pop("disable_fallback", None)  # there is only one backend, so no fallback
+    given.pop("disable_fallback", None)  # ignored, as there is only one backend
     strict = given.pop("disable_additional_properties", False)
     if strict not in (True, False) or (strict and "json" not in given):
         where = f"{param}.disable_additional_properties"
@@ -219,7 +220,7 @@ def _structured_outputs(value: Json) -> Structure:
 
 
 def _grammar(kind: str, value: Json, param: str, *, strict: bool = False) -> Grammar:
-    """Returns a grammar of one of vLLM's kinds. If `strict`, objects have no other keys."""
+    """Returns a grammar of one of vLLM's kinds. With `strict`, objects have no other keys."""
     match kind, value:
         case "json", dict() if strict:
             check_nesting_at(value, param)
@@ -298,7 +299,7 @@ def _any_of(choices: Sequence[str]) -> str:
 
 
 def _dumped_json(value: Json, param: str) -> str:
-    """Returns a client's value as JSON. Raises InvalidRequest if it is nested too deeply."""
+    """Returns a client's value as JSON. Raises InvalidRequest if the value is nested too deeply."""
     check_nesting_at(value, param)
     return _dumped(value)
 
@@ -322,7 +323,7 @@ _SCHEMA = "%json"
 
 
 def answer_rules(grammar: Grammar) -> AnswerRules:
-    """Returns a grammar as expression and rules. Raises GrammarError for bad EBNF or JSON."""
+    """Returns a grammar as an expression with rules. Raises GrammarError for bad EBNF or JSON."""
     source = grammar.source
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
@@ -335,11 +336,11 @@ def answer_rules(grammar: Grammar) -> AnswerRules:
 
 
 def _checked(source: str) -> str:
-    """Returns a schema as text that can only be read as JSON."""
+    """Returns a schema as JSON, so that no part of it can be read as grammar."""
     try:
         return json.dumps(json.loads(source), ensure_ascii=False)
     except (ValueError, RecursionError):
-        return "false"  # refused, like the schema itself
+        return "false"  # a schema that is refused too
 
 
 def _own(name: str) -> str:
@@ -347,7 +348,7 @@ def _own(name: str) -> str:
 
 
 def _renamed(lark: str, names: dict[str, str]) -> str:
-    """Returns the grammar with renamed rules; texts, expressions and schemas stay unchanged."""
+    """Returns the grammar with renamed rules. Texts, expressions and schemas are not changed."""
     parts, depth = list[str](), 0
     for found in LARK_TOKEN.finditer(lark):
         token = found[0]

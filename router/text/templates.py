@@ -9,8 +9,8 @@ transformers (`PreTrainedTokenizerBase.get_chat_template`, `utils/chat_template_
 
 A client sends the arguments of earlier tool calls as the model wrote them: JSON in a text, which
 may be empty, cut short, or not an object. Most templates expect a mapping, which they write as JSON
-or item by item. Others insert the text unchanged. A template does not declare its form, so each
-form is tried.
+or item by item. Other templates insert the text unchanged. A template does not declare which form
+it expects, so each form is tried.
 """
 
 import json
@@ -28,15 +28,15 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from engine.errors import CheckpointError, InvalidRequest
 from router.inbox.json_values import decode_value
 
-Message = Mapping[str, Any]  # in the form of chat templates
+Message = Mapping[str, Any]  # a message as chat templates expect it
 
 DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates
-# Variables that a client can set only through their request fields.
+# Variables that a client can set only by fields of the request.
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
-THINKING = "message.thinking"  # in the source of gpt-oss's template
-# Marks the end of a continued message. If a template strips texts, the blank is lost.
+THINKING = "message.thinking"  # occurs in the source of gpt-oss's template
+# Marks the end of a continued message. If a template strips texts, the mark loses its blank.
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-# Exceptions that a template may raise for unexpected messages.
+# Exceptions that a template may raise for messages that it does not support.
 _TEMPLATE_FAULTS = (
     TemplateError,
     TypeError,
@@ -49,7 +49,7 @@ _TEMPLATE_FAULTS = (
 
 @dataclass(frozen=True, slots=True)
 class TemplateOptions:
-    """The client's options of a rendering; `variables` are the template's own."""
+    """The client's options for rendering. `variables` are read by the template."""
 
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -60,7 +60,7 @@ DEFAULT_OPTIONS = TemplateOptions()
 
 
 class ChatTemplate:
-    """A compiled template; `special_tokens` are variables such as `bos_token`.
+    """A compiled template. `special_tokens` are variables such as `bos_token`.
 
     `names` are the variables that the template reads, so that unknown fields can be refused.
     """
@@ -70,7 +70,7 @@ class ChatTemplate:
         try:
             environment = _environment()
             self._template = environment.from_string(source)
-            self._template.globals = dict(self._template.globals)  # avoids a chain of maps
+            self._template.globals = dict(self._template.globals)  # not a chain of maps
             self.names = frozenset(meta.find_undeclared_variables(environment.parse(source)))
         except TemplateError as error:
             raise CheckpointError(f"the chat template does not compile: {error}") from error
@@ -78,7 +78,7 @@ class ChatTemplate:
         self._own_names = {*RESERVED, *self._special_tokens, *environment.globals}
 
     def check_variables(self, names: Iterable[str]) -> None:
-        """Raises InvalidRequest if a client's variable would hide a variable of the server."""
+        """Raises InvalidRequest if a client's variable would replace a variable of the server."""
         taken = sorted(self._own_names.intersection(names))
         if taken:
             param = f"chat_template_kwargs.{taken[0]}"
@@ -90,9 +90,9 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: TemplateOptions = DEFAULT_OPTIONS,
     ) -> str:
-        """Renders the prompt, up to the assistant's answer or into it. Raises InvalidRequest.
+        """Returns the prompt, up to the assistant's answer or into it. Raises InvalidRequest.
 
-        Arguments of earlier calls are given in the first form that succeeds.
+        Arguments of earlier calls are passed in the first form that the template accepts.
         """
         if self._reads_thinking:
             messages = [_with_thinking(message) for message in messages]
@@ -123,22 +123,22 @@ class ChatTemplate:
 class ChatTemplates:
     """The templates of a checkpoint by name, and the choice among them.
 
-    With tools, `tool_use` writes the prompt if there is such a template, otherwise `default`.
-    Templates with other names are never used, and so not compiled.
+    For a request with tools, the template `tool_use` is used if it exists, otherwise `default`.
+    Templates with other names are never used, so they are not compiled.
     """
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
         """Raises CheckpointError if a template does not compile."""
         self._names = sorted(sources)
         used = {name: sources[name] for name in (DEFAULT, TOOL_USE) if name in sources}
-        self.source = "\n".join(used.values())  # all templates that are used
+        self.source = "\n".join(used.values())  # sources of all templates that may be used
         self._templates = {
             name: ChatTemplate(source, special_tokens) for name, source in used.items()
         }
 
     @property
     def has_default(self) -> bool:
-        """True if there is a template for chats without tools."""
+        """True if there is a template for messages without tools."""
         return DEFAULT in self._templates
 
     def choose(self, *, with_tools: bool) -> ChatTemplate:
@@ -154,7 +154,8 @@ class ChatTemplates:
 def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the message with its reasoning under the name that gpt-oss's template reads.
 
-    Beside tool calls, that template accepts either reasoning or a text, and writes both alike.
+    If a message has tool calls, that template accepts either reasoning or a text, and writes both
+    in the same way.
     """
     reasoning = message.get("reasoning_content")
     if not reasoning or (message.get("tool_calls") and message.get("content")):
@@ -163,11 +164,10 @@ def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _without_end(text: str, content: str) -> str:
-    """Returns the rendered text up to the tag after the final message, without the template's
-    ending.
+    """Returns the rendered text up to the mark after the final message.
 
-    If a template strips the message, the tag's blank is gone; then no prompt ends with blanks.
-    Raises InvalidRequest if the template does not write the message.
+    If the template has stripped the message, the mark has lost its blank; then blanks at the end
+    are stripped here too. Raises InvalidRequest if the template does not write the message.
     """
     tag = _TAG.strip()
     at = text.rfind(tag)
@@ -178,7 +178,10 @@ def _without_end(text: str, content: str) -> str:
 
 
 def shown_end(prompt: str, content: str) -> str:
-    """Returns the end of an open message in the prompt; templates may strip blanks."""
+    """Returns the end of the prompt that is also the end of an open message.
+
+    Blanks at the end of the message may be missing, as templates may strip them.
+    """
     return max(_common_end(prompt, content), _common_end(prompt, content.rstrip()), key=len)
 
 
@@ -189,12 +192,12 @@ def _common_end(first: str, second: str) -> str:
 
 
 class _Generation(Extension):
-    """`{% generation %} … {% endgeneration %}` renders its contents."""
+    """A Jinja extension: `{% generation %} … {% endgeneration %}` renders its contents."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """Returns the statements inside the block."""
+        """Returns the statements inside the tags."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -218,18 +221,18 @@ def _strftime_now(format: str) -> str:
 
 
 def _tojson(value: object, **options: Any) -> str:
-    """Writes JSON without Jinja's HTML escapes, on which models were not trained."""
+    """Returns JSON without Jinja's HTML escapes, as models were trained without them."""
     return json.dumps(value, **{"ensure_ascii": False, **options})
 
 
 Call = Mapping[str, Any]
-Form = Callable[[Any], Any]  # converts arguments from the client's form
+Form = Callable[[Any], Any]  # converts the arguments of a call
 
 
 def argument_forms(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
-    """Yields the messages with their calls' arguments decoded, then as mappings, then as texts.
+    """Yields the messages with the arguments of calls decoded, then as mappings, then as texts.
 
-    Text that is not JSON stays a text in the first form, and is an empty mapping in the second.
+    A text that is not JSON is kept in the first form, and becomes an empty mapping in the second.
     Raises ApiError for arguments that are too large.
     """
     for form in (_decoded, _mapping, _text):
@@ -251,7 +254,7 @@ def _call(call: Call, form: Form) -> Call:
 
 
 def _decoded(arguments: Any) -> Any:
-    """Returns the value of JSON in a text; other text stays. Empty text is an empty mapping."""
+    """Returns the value of a JSON text; {} for an empty text. Other texts are kept."""
     if arguments is None:
         return {}
     if not isinstance(arguments, str):

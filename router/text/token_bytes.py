@@ -1,8 +1,8 @@
 """The bytes of each token, which need not be whole characters, and a bound on its length.
 
-Log-probabilities are reported per token, so tokens must have different texts. Many tokens, decoded
-alone, give the same replacement character. The meaning of a token's name depends on the tokenizer's
-decoder:
+Log-probabilities are reported per token, so tokens must have different texts. But many tokens, when
+decoded alone, give the same replacement character. The meaning of a token's name depends on the
+tokenizer's decoder:
 
     ByteLevel     each letter of the name stands for one byte (GPT-2's table)
     ByteFallback  `<0xE2>` is one byte; other names are text with another character for spaces
@@ -22,7 +22,7 @@ NFC_JOINS = 4  # NFC joins at most this many characters into one
 _KEEP_ALL = ("ByteLevel", "Metaspace", "Digits")
 _SHORTEN_NOTHING = ("NFD", "Lowercase", "ByteLevel", "Prepend")
 _FALLBACK_NAMES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
-_Part = Mapping[str, Any]  # a part of a tokenizer, as in `tokenizer.json`
+_Part = Mapping[str, Any]  # a part of `tokenizer.json`
 _FALLBACK_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
@@ -39,7 +39,7 @@ class TokenBytes:
         self._spelled = [pair for decoder in decoders for pair in _replacement(decoder)]
 
     def __call__(self, token_id: int) -> bytes:
-        """Returns the bytes that the token adds to a text."""
+        """Returns the bytes that a token adds to a text."""
         if (content := self._added.get(token_id)) is not None:
             return content.encode()
         name = self._tokenizer.id_to_token(token_id)
@@ -57,10 +57,10 @@ class TokenBytes:
 
 
 def byte_table(tokenizer: Tokenizer) -> Mapping[int, bytes] | None:
-    """Returns the bytes of each token of a tokenizer with a ByteLevel decoder; else None.
+    """Returns the bytes of each token of a tokenizer with a ByteLevel decoder; otherwise None.
 
-    Each letter of a name stands for a byte. If any letter does not, the name is taken literally, as
-    in the decoder. This applies to added tokens too.
+    Each letter of a name stands for a byte. If a letter stands for none, the name itself is the
+    text, as in the decoder. The same holds for added tokens.
     """
     decoder = tokenizer.decoder
     if decoder is None or msgspec.json.decode(decoder.__getstate__())["type"] != "ByteLevel":
@@ -76,7 +76,7 @@ def _bytes_of(name: str) -> bytes:
 
 
 def _parts(part: Any, members: str) -> Iterator[_Part]:
-    """Yields a part of a tokenizer as in `tokenizer.json`, or the members if it is a sequence."""
+    """Yields a part of `tokenizer.json`, or the members of the part if it is a sequence."""
     if part is not None:
         yield from _flattened(msgspec.json.decode(part.__getstate__()), members)
 
@@ -89,7 +89,7 @@ def _flattened(part: _Part, members: str) -> Iterator[_Part]:
 
 
 def _replacement(decoder: _Part) -> Iterator[tuple[str, str]]:
-    """Returns pairs of a spelling in names and its meaning in text, mostly for spaces."""
+    """Returns pairs of a text in token names and its meaning, mostly for spaces."""
     if decoder["type"] == "Metaspace":
         yield decoder["replacement"], " "
     if decoder["type"] == "Replace" and "String" in decoder["pattern"]:
@@ -97,7 +97,7 @@ def _replacement(decoder: _Part) -> Iterator[tuple[str, str]]:
 
 
 def _letters() -> Iterator[tuple[str, bytes]]:
-    """Maps letters to bytes: GPT-2 keeps printable bytes, others are letters from 256 on."""
+    """Returns each letter's byte: GPT-2 keeps printable bytes; others are letters from 256 on."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = count(256)
     for byte in range(256):
@@ -107,7 +107,7 @@ def _letters() -> Iterator[tuple[str, bytes]]:
 _BYTE_OF_LETTER = dict(_letters())
 # Letters become characters below 256. Other characters below 256 become a greater one.
 _BYTES = dict.fromkeys(range(256), 256) | {ord(a): b[0] for a, b in _BYTE_OF_LETTER.items()}
-LETTERS = frozenset(_BYTE_OF_LETTER)  # letters that stand for bytes
+LETTERS = frozenset(_BYTE_OF_LETTER)  # all letters that stand for bytes
 
 
 # ---------------------------------------------------------------- the length of prompts
@@ -116,7 +116,7 @@ LETTERS = frozenset(_BYTE_OF_LETTER)  # letters that stand for bytes
 def chars_per_token(tokenizer: Tokenizer) -> int | None:
     """Returns the maximum number of characters of one token; None if there is no bound.
 
-    The bound holds only if no text can vanish, so only these parts are accepted:
+    There is a bound only if no text can vanish, so only these parts are accepted:
 
         normalizer      NFC, NFD, Lowercase, ByteLevel, Prepend, Replace of a string by one as long
         pre-tokenizer   ByteLevel, Metaspace, Digits, Split that keeps its separators
@@ -155,7 +155,7 @@ def _keeps_all(splitter: _Part) -> bool:
 def _knows_all_bytes(
     tokenizer: Tokenizer, parts: Collection[_Part], vocab: Collection[str]
 ) -> bool:
-    """True if a run of characters never becomes a single unknown token."""
+    """True if every byte has a token, so a run of characters never becomes one unknown token."""
     model = tokenizer.model
     if not isinstance(model, models.BPE):
         return False

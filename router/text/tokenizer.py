@@ -1,12 +1,12 @@
 """The text side of a checkpoint: tokenizer, chat template, tokens that end an answer.
 
-Reads `tokenizer.json`, which is required, and `tokenizer_config.json`, the files of chat templates,
-`generation_config.json` and `config.json`, if present. It uses only `tokenizers`, so the gateway
-needs neither torch nor transformers.
+Reads `tokenizer.json`, which is required. Also reads, if present, `tokenizer_config.json`, the
+files of chat templates, `generation_config.json` and `config.json`. It uses only `tokenizers`, so
+the gateway needs neither torch nor transformers.
 
 For a long text, `Tokenizer.encode` holds the interpreter lock for seconds, and every stream of the
 gateway waits. `encode_batch_fast` releases the lock. By default it encodes in its own threads,
-where a short text would wait behind long ones. With TOKENIZERS_PARALLELISM=false it uses the
+where a short text would wait behind long texts. With TOKENIZERS_PARALLELISM=false it uses the
 caller's thread.
 """
 
@@ -43,11 +43,11 @@ from router.text.native import NativeVocabulary
 from router.text.templates import DEFAULT, DEFAULT_OPTIONS, ChatTemplates, TemplateOptions
 from router.text.token_bytes import TokenBytes, byte_table, chars_per_token
 
-LONGEST_CUT = 2**18  # characters and tokens of a text that is truncated or only counted
-LONGEST_TOKEN = 64  # characters; used if a tokenizer has no bound, as spaces may vanish
+LONGEST_CUT = 2**18  # maximum characters and tokens of a text that is truncated or only counted
+LONGEST_TOKEN = 64  # assumed maximum of characters, if a tokenizer has no bound
 
-PREFIX, SUFFIX = "prefix", "suffix"  # positions of the two texts in a prompt
-# The prompts of fill-in-the-middle models, by family: tokens, and positions of the texts.
+PREFIX, SUFFIX = "prefix", "suffix"  # positions in a fill-in-the-middle prompt
+# The prompts of fill-in-the-middle models, by family: special tokens, and the two texts.
 FILL_IN_FORMS = (
     # Qwen2.5-Coder, CodeGemma
     ("<|fim_prefix|>", PREFIX, "<|fim_suffix|>", SUFFIX, "<|fim_middle|>"),
@@ -61,7 +61,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
 class TextModel:
-    """Converts text to token ids and back. Safe to use from several threads."""
+    """Converts text to token ids, and token ids to text. Safe to use from several threads."""
 
     def __init__(  # noqa: PLR0913 - all but the first have defaults
         self,
@@ -69,13 +69,13 @@ class TextModel:
         *,
         templates: ChatTemplates | None = None,
         eos_token_ids: tuple[int, ...] = (),
-        vocab_size: int | None = None,  # the model's; None: the tokenizer's
+        vocab_size: int | None = None,  # size of the model's vocabulary; None: the tokenizer's
         file: Path | None = None,
         defaults: SamplingDefaults = NO_DEFAULTS,
-        forms: AnswerForms | None = None,  # None: only forms recognised by tokens alone
-        embedding: Embedding | None = None,  # for an embedding model
+        forms: AnswerForms | None = None,  # None: forms recognised by tokens alone
+        embedding: Embedding | None = None,  # set for an embedding model
     ) -> None:
-        """`file` is the tokenizer's file, from which another process compiles grammars."""
+        """`file` is the file of the tokenizer, from which another process compiles grammars."""
         added = tokenizer.get_added_tokens_decoder().items()
         num_tokens = max(tokenizer.get_vocab().values(), default=-1) + 1
         self.vocab_size = num_tokens if vocab_size is None else min(num_tokens, vocab_size)
@@ -104,10 +104,11 @@ class TextModel:
     ) -> list[int]:
         """Encodes a text, with the special tokens that the tokenizer adds to every text.
 
-        Raises ApiError if the text does not fit the context: before encoding, or before ids become
-        objects. With `may_exceed` it may be longer, up to `LONGEST_CUT`.
+        Raises ApiError if the text does not fit the context. This is checked before encoding, and
+        again before the ids become Python objects. With `may_exceed`, the text may be longer, up to
+        `LONGEST_CUT`.
         """
-        if len(text) > context_len:  # a token may have one character
+        if len(text) > context_len:  # otherwise it fits, as a token has at least one character
             self._check_length(text, context_len, param, may_exceed=may_exceed)
         (encoding,) = self._tokenizer.encode_batch_fast(
             [text], add_special_tokens=add_special_tokens
@@ -133,7 +134,7 @@ class TextModel:
         add_special_tokens: bool = False,
         may_exceed: bool = False,
     ) -> list[int]:
-        """Encodes a conversation; the template writes special tokens. Raises InvalidRequest."""
+        """Encodes a conversation. The template writes the special tokens. Raises InvalidRequest."""
         templates = self._templates or self.templates
         text = templates.choose(with_tools=bool(tools)).render(messages, tools, options)
         return self.encode_text(
@@ -145,7 +146,7 @@ class TextModel:
         )
 
     def spellings(self, word: str) -> list[list[int]]:
-        """Returns the token ids of a word inside a text and after a space, as vLLM bans words."""
+        """Returns the token ids of a word, and of a space and the word, as vLLM bans words."""
         texts = (word, " " + word.lstrip())
         found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in found if encoding.ids]
@@ -163,16 +164,16 @@ class TextModel:
         return self._templates
 
     def encode_between(self, prefix: Sequence[int], suffix: str, context_len: int) -> list[int]:
-        """Returns the prompt for filling in a text between two others, in the model's own form.
+        """Returns the prompt for filling in a text between two others, in the form of the model.
 
-        Raises InvalidRequest if the model was not trained for it.
+        Raises InvalidRequest if the model was not trained for this.
         """
         form = self._fill_in_form
         if form is None:
             message = "suffix is not supported: this model has no tokens to fill in text with"
             raise ApiError(message, param="suffix", code="unsupported_parameter")
         behind = self.encode_text(suffix, context_len, "suffix", add_special_tokens=False)
-        # Tokens that begin every text, such as <s>, come before the form and not inside it.
+        # Tokens that begin every text, such as <s>, come before this form, not inside.
         lead = self._leading_ids
         num_lead = len(lead) if list(prefix[: len(lead)]) == lead else 0
         texts = {PREFIX: prefix[num_lead:], SUFFIX: behind}
@@ -199,7 +200,7 @@ class TextModel:
         return [token_id for token_id, _ in takewhile(lambda pair: pair[1], marked)]
 
     def _check_length(self, text: str, context_len: int, param: str, *, may_exceed: bool) -> None:
-        """Raises ApiError if a text has too many characters to be encoded at all."""
+        """Raises ApiError if a text has too many characters to be encoded."""
         is_bounded = self._chars_per_token is not None and not may_exceed
         longest = self._chars_per_token or LONGEST_TOKEN
         most = longest * context_len
@@ -216,17 +217,17 @@ class TextModel:
         raise context_exceeded(message, param)
 
     def decode_text(self, token_ids: Sequence[int]) -> str:
-        """Decodes a whole text, without its special tokens. Releases the interpreter lock."""
+        """Decodes a whole text without its special tokens. Releases the interpreter lock."""
         (text,) = self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=True)
         return text
 
     def decode_all(self, token_ids: list[int]) -> str:
-        """Decodes any number of tokens, special ones too. Releases the interpreter lock."""
+        """Decodes any number of tokens, including special tokens. Releases the interpreter lock."""
         (text,) = self._tokenizer.decode_batch([token_ids], skip_special_tokens=False)
         return text
 
     def names_of(self, token_ids: Sequence[int]) -> list[str]:
-        """Returns the tokens as in the vocabulary; empty texts for unknown ids."""
+        """Returns the names of tokens in the vocabulary; an empty text for each unknown id."""
         return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
 
     @cached_property
@@ -235,12 +236,12 @@ class TextModel:
         return lru_cache(NUM_CACHED)(TokenBytes(self._tokenizer))
 
     def added_token_id(self, content: str) -> int | None:
-        """Returns the id of the added token with this text, or None."""
+        """Returns the id of the added token with this text; None without such a token."""
         return self._added_ids.get(content)
 
     @cached_property
     def vocabulary(self) -> NativeVocabulary | None:
-        """Returns the bytes of all tokens in C++; None if a token's text depends on other tokens.
+        """Returns the bytes of all tokens for C++; None if a token's text depends on other tokens.
 
         Raises BuildError if the C++ library is missing.
         """
@@ -258,8 +259,8 @@ class TextModel:
     ) -> Detokenizer:
         """Returns the decoder of an answer.
 
-        Special tokens are hidden, except those in `shown`, or unless it `shows_all`. A decoder that
-        needs only the bytes of tokens keeps its state in `state`.
+        Special tokens are hidden, except those in `shown`. With `shows_all`, none is hidden. A
+        decoder that needs only the bytes of tokens keeps its state in `state`.
         """
         hidden_ids = frozenset() if shows_all else self._hidden_ids
         if shown:
@@ -278,11 +279,11 @@ def load_text_model(
     has_defaults: bool = True,
     parsers: tuple[str, str] = (AUTO, AUTO),
 ) -> TextModel:
-    """Reads a checkpoint's directory. Raises CheckpointError with the name of the file.
+    """Reads the text side of a checkpoint's directory. Raises CheckpointError with the file's name.
 
-    `chat_template` replaces the checkpoint's. With `has_defaults`, the checkpoint's sampling
-    replaces the API's defaults. `parsers` are the names of the forms of calls and of reasoning;
-    ConfigError if a name is unknown.
+    `chat_template` replaces the checkpoint's template. With `has_defaults`, the checkpoint's
+    sampling replaces the API's defaults. `parsers` are the names of the forms of calls and of
+    reasoning. Raises ConfigError for an unknown name.
     """
     tokenizer = _load_tokenizer(directory / "tokenizer.json")
     config = _tokenizer_config(directory)
@@ -311,7 +312,7 @@ def _load_tokenizer(path: Path) -> Tokenizer:
         raise CheckpointError(f"{path} is missing")
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare exceptions
+    except Exception as error:  # the library raises `Exception` itself
         raise CheckpointError(f"{path}: not a tokenizer: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -327,7 +328,7 @@ def _tokenizer_config(directory: Path) -> Config:
 
 
 def _special_tokens(config: Config) -> Iterator[tuple[str, str]]:
-    """Returns `bos_token` and similar ones, which are strings or objects with a `content`."""
+    """Returns `bos_token` and similar tokens, written as strings or as objects with a `content`."""
     for name, value in config.items():
         content = value.get("content") if isinstance(value, dict) else value
         if name.endswith("_token") and isinstance(content, str):
@@ -335,7 +336,7 @@ def _special_tokens(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _eos_token_ids(directory: Path, tokenizer: Tokenizer, eos: str | None) -> tuple[int, ...]:
-    """Returns all end-of-text ids in the checkpoint's files, in the order found."""
+    """Returns all end-of-text ids in the checkpoint's files, without duplicates, in order."""
     ids: list[int | None] = []
     for name in ("generation_config.json", "config.json"):
         value = _ends(directory / name)
@@ -345,7 +346,7 @@ def _eos_token_ids(directory: Path, tokenizer: Tokenizer, eos: str | None) -> tu
 
 
 def _ends(path: Path) -> int | list[int] | None:
-    """Returns the ids that a file names; None without any. Raises CheckpointError if invalid."""
+    """Returns the end-of-text ids in a file; None without any. Raises CheckpointError."""
     if not path.is_file():
         return None
     value = load_config(path).get("eos_token_id")
@@ -356,7 +357,7 @@ def _ends(path: Path) -> int | list[int] | None:
 
 
 def _vocab_size(directory: Path) -> int | None:
-    """Returns the vocabulary size in the configuration of the model or of its text part."""
+    """Returns the vocabulary size in the configuration of the model, or of its text part."""
     path = directory / "config.json"
     config = load_config(path) if path.is_file() else {}
     text = config.get("text_config")

@@ -1,9 +1,9 @@
 """Converts the tools of a request to one grammar, which also allows the answers without a call.
 
-A tool with `strict: true` follows its schema exactly, whatever `tool_choice` says. So does any tool
-that must be called, if its schema can be followed. All other arguments come in any order and
-spelling, and their schemas are enforced as far as possible. A header of the answer names the places
-that are not enforced.
+A tool with `strict: true` follows its schema exactly, whatever `tool_choice` says. The same holds
+for any tool that must be called, if the compiler supports its schema. All other arguments come in
+any order and spelling, and their schemas are enforced as far as possible. A header of the answer
+names the places that are not enforced.
 """
 
 import re
@@ -25,7 +25,7 @@ from router.text.forms.calling import (
 )
 
 MAX_TOOLS = 128
-MAX_NAMED = 16  # places that a header lists
+MAX_NAMED = 16  # maximum number of places in a header
 MAX_PLACE_LEN = 120
 
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
@@ -34,7 +34,7 @@ Json = Any
 
 
 class GrammarPart(NamedTuple):
-    """A field and its grammar. If it has a `function`, a looser grammar may replace it."""
+    """A field and its grammar. With a `function`, a looser grammar may replace it."""
 
     param: str
     grammar: Grammar
@@ -58,7 +58,11 @@ class ToolOffer:
         return self.form.grammar(self.calling, self.token_of, answer)
 
     def sayable(self) -> "ToolOffer":
-        """Returns it with looser rules for tools that are not strict, if the form needs them."""
+        """Returns an offer whose grammar can be written.
+
+        If the form does not support the present grammar, tools that are not strict get looser
+        rules.
+        """
         spare = self.calling.held - self.strict
         try:
             self.grammar()
@@ -67,7 +71,7 @@ class ToolOffer:
         return self
 
     def parts(self, source_of: Callable[[Json], str]) -> tuple[GrammarPart, ...]:
-        """Returns the grammar of each function's arguments; `source_of` writes a schema."""
+        """Returns the grammar of each function's arguments. `source_of` encodes a schema."""
         places = self._places()
         parts = list[GrammarPart]()
         for name, schema in self.calling.functions.items():
@@ -82,13 +86,16 @@ class ToolOffer:
         return tuple(parts)
 
     def named(self, unheld: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-        """Returns the places that are not enforced, in characters that a header allows."""
+        """Returns names of the places that are not enforced, in characters that a header allows."""
         places = self._places()
         found = [each for name, at in unheld for each in named_places(places[name], [at])]
         return tuple(found[:MAX_NAMED])
 
     def loosened(self, names: Sequence[str]) -> "ToolOffer":
-        """Returns it with looser rules for these functions: first lenient ones, then any object."""
+        """Returns an offer with looser rules for these functions' arguments.
+
+        The first time the rules become lenient; the second time the arguments may be any object.
+        """
         calling = self.calling
         free = calling.free | (frozenset(names) - calling.held)
         return replace(
@@ -103,14 +110,14 @@ class ToolOffer:
 
 
 def named_places(param: str, places: Sequence[str]) -> tuple[str, ...]:
-    """Returns places of a schema, in characters that a header allows."""
+    """Returns names of places in a schema, in characters that a header allows."""
     found = (param + quote(place, safe=".[]$_-", errors="replace") for place in places)
     return tuple(dict.fromkeys(place[:MAX_PLACE_LEN] for place in found))[:MAX_NAMED]
 
 
 @dataclass(frozen=True, slots=True)
 class AllowedTools:
-    """The tools of a request, and the tools that may be called."""
+    """The tools of a request, and the tools among them that may be called."""
 
     tools: Sequence[Mapping[str, Json]]
     calling: Calling
@@ -146,7 +153,7 @@ def allowed_tools(fields: Mapping[str, Json]) -> AllowedTools | None:
 
 
 def _chosen(choice: Json) -> str | None:
-    """The name of the function that must be called, if there is one."""
+    """Returns the name of the only function that may be called; None if there is no such name."""
     match choice:
         case None | "none" | "auto" | "required":
             return None
@@ -189,7 +196,7 @@ def _arguments(function: Mapping[str, Json], param: str) -> Json:
 
 
 def object_at(value: Json, param: str) -> Mapping[str, Json]:
-    """Returns a client's object. Raises InvalidRequest for any other value."""
+    """Returns a client's value if it is an object. Otherwise raises InvalidRequest."""
     if not isinstance(value, dict):
         raise InvalidRequest(f"{param} must be an object", param=param)
     return value
