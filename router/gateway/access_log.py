@@ -26,7 +26,9 @@ class AccessLog:
         self._clock = clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request, and writes its log line even if the application raises an error."""
+        """Answers one request, and writes the request's log line even if the application raises an
+        error.
+        """
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

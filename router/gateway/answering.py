@@ -76,7 +76,7 @@ log = logging.getLogger(__name__)
 IGNORED_EVERY_S = 60.0  # seconds between log lines about ignored fields
 LONG_BODY_BYTES = 4096  # a thread checks longer bodies: encoding takes 1 ms, a thread 0.1 ms
 MANY_ITEMS = 256  # a thread checks bodies with more commas, which may have many prompts
-NUM_IN_TURN = 16  # choices started or counted without a pause, some 0.1 ms each
+NUM_IN_TURN = 16  # choices handled before other tasks may run; each takes 0.1 ms
 ID_HEADER = "x-request-id"
 TIMEOUT_HEADER = "x-request-timeout"
 MAX_ID_LEN = 128  # maximum characters of a client's own request id
@@ -261,7 +261,7 @@ class AnswerService:
         self._parts.recent.record(choice)
         if call.notes is None or not choice.noted_ids:
             return  # the call has no session, or the prompt may not have been computed
-        # Only the first choice of each prompt keeps its token ids for the stores.
+        # Only the first choice of each prompt has kept its token ids for this report.
         index = choice.index // call.num_candidates
         used = call.notes.use(index, choice.request.token_ids, choice.noted_ids)
         if used is not None:

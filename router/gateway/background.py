@@ -25,7 +25,7 @@ class BackgroundPart(Protocol):
 class BackgroundWork:
     """All background work of an application.
 
-    `app_of` adds the parts, the application's server opens them.
+    `app_of` adds the parts, and the application's server opens the parts.
     """
 
     def __init__(self) -> None:

@@ -52,7 +52,7 @@ MAX_HELD = 1024  # maximum calls that wait for the first worker of their version
 class NotReady(ApiError):
     """No version can serve the request yet.
 
-    A version may serve it after its first worker is known.
+    A version may serve the request after the version's first worker is known.
     """
 
     def __init__(self) -> None:

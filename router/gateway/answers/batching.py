@@ -28,7 +28,7 @@ from router.text.native import NativeText, TakenFrame
 
 log = logging.getLogger(__name__)
 
-REST = 3  # numbers for each unsent rest: index of its tokens or stream, start and end in the output
+REST = 3  # numbers per unsent rest in C++'s result: index, start and end of the rest
 
 
 class FastPath:
@@ -140,8 +140,9 @@ class TextBatch:
         self.send(added)
 
     def send(self, added: Sequence[tuple[FastPath, Sequence[int], float]]) -> None:
-        """Converts tokens of several paths to text and sends it, with the times at which tokens
-        arrived.
+        """Converts tokens of several paths to text and sends the text.
+
+        `added` also has the time at which the tokens arrived.
 
         Tokens that complete no text produce no chunk.
         """

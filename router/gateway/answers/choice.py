@@ -1,6 +1,6 @@
 """One choice of an answer: converts the router's updates to pieces that may be sent.
 
-This module does not know HTTP or JSON.
+This module contains no HTTP and no JSON.
 """
 
 import random
@@ -41,7 +41,7 @@ class AnswerPiece(msgspec.Struct, frozen=True, gc=False):
     text: str
     num_tokens: int  # tokens of the choice so far
     entries: tuple[Entry, ...] = ()
-    calls: tuple[CallDelta, ...] = ()  # sent after the text
+    calls: tuple[CallDelta, ...] = ()  # parts of tool calls, sent after the text
     token_ids: tuple[int, ...] = ()  # ids of the new tokens, if the client wants them
     outcome: Outcome | None = None
     finish: str | None = None
@@ -56,7 +56,7 @@ class AnswerPiece(msgspec.Struct, frozen=True, gc=False):
         return not shown
 
     def parts(self, num_entries: int) -> "Iterator[AnswerPiece]":
-        """Splits the piece into pieces with at most `num_entries` entries each.
+        """Splits the piece into pieces with at most `num_entries` entries per piece.
 
         The first piece has the text, the last piece has the outcome.
         """
@@ -94,9 +94,7 @@ class PromptScores:
 
 
 class AnswerChoice:
-    """The progress of one choice that needs only the text of its tokens, and that no stop string
-    ends.
-    """
+    """The progress of one choice whose answer is only text, without stop strings."""
 
     num_at_once = PLAIN_AT_ONCE  # tokens handled without a pause, in some milliseconds
     begins_with_scores = False  # True if the next piece has scores of the prompt's tokens

@@ -79,8 +79,9 @@ class Following:
 
 
 class ChoiceSink:
-    """The sink of one choice: passes tokens to C++, writes updates as pieces, or keeps updates for
-    the task.
+    """The sink of one choice.
+
+    Passes tokens to C++, writes updates as pieces, or keeps updates for the task.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class ChoiceSink:
         self._error: Exception | None = None
 
     def tokens(self, token_ids: Sequence[int], now_s: float) -> None:
-        """Writes tokens, mostly through C++, or keeps them for the task."""
+        """Writes tokens, mostly through C++, or keeps the tokens for the task."""
         choice, path, writer = self.choice, self._path, self._writer
         if self._is_due or writer.is_full or len(token_ids) > choice.num_at_once:
             self._keep(Update(tuple(token_ids)))

@@ -98,7 +98,7 @@ class BeamSearch:
     def step(self, scores: Sequence[Logprobs]) -> None:
         """Extends the open hypotheses.
 
-        `scores` has the next token's scores for each, in the same order.
+        `scores` has the scores of each hypothesis's next token, in the order of the hypotheses.
         """
         extensions = []
         for hypothesis, its_scores in zip(self.open, scores, strict=True):
@@ -120,7 +120,7 @@ class BeamSearch:
     def best(self, number: int) -> list[Hypothesis]:
         """Returns the best hypotheses so far, best first.
 
-        If ranks are equal, the hypothesis that was complete first comes first.
+        Among equal ranks, hypotheses are in the order in which they were completed.
         """
         return self._ranked([*self._complete, *self.open])[:number]
 
@@ -184,7 +184,7 @@ class Searches:
     async def _search(self, leader: Request) -> list[Update]:
         """Runs the search for one prompt.
 
-        Returns the best answers, best first, each as one update.
+        Returns the best answers, best answer first. Each answer is one update.
         """
         prompt_len, body = len(leader.token_ids), self._call.body
         rules = BeamRules(

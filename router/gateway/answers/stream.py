@@ -137,7 +137,9 @@ class StreamedAnswer(EventWriter):
         await self.send(data, is_last=True)
 
     def _opened(self) -> "tuple[bytes, _ChunkEncoder]":
-        """Returns the first chunks if they are not sent yet, and the encoder."""
+        """Returns the first chunks of the choices and the encoder; no chunks if they were already
+        sent.
+        """
         if self._chunks is not None:
             return b"", self._chunks
         self._chunks = _ChunkEncoder(self.heading)

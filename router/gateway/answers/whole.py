@@ -1,6 +1,7 @@
 """Sends an answer as one JSON body when it is complete.
 
-A long answer is encoded in parts, and tenants take turns (`router.inbox.fair_queue`).
+A long answer is encoded in parts. Between two parts, tenants take turns
+(`router.inbox.fair_queue`).
 """
 
 from abc import abstractmethod
@@ -151,10 +152,10 @@ class WholeAnswer(CompleteWriter):
         return choice
 
     def _add_prompts(self, places: Sequence[Any], prompts: Sequence[tuple[Entry, ...]]) -> None:
-        """Adds token ids and scores of prompts where vLLM adds them: to a chat, or to a
-        completion's choices.
+        """Adds token ids and scores of prompts in the same places as vLLM.
 
-        A field is null if the client did not ask for it.
+        A chat has these fields once, a completion in each choice. A field is null if the client did
+        not ask for it.
         """
         call, num_each = self._heading.call, len(places) // len(prompts)
         for index, (leader, entries) in enumerate(zip(call.leaders, prompts, strict=True)):

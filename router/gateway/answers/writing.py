@@ -282,7 +282,7 @@ class AnswerWriter(Protocol):
     def write(self, piece: AnswerPiece) -> None:
         """Writes a piece, perhaps an empty one.
 
-        The first call tells the writer that the answer has begun.
+        The first call also starts the answer.
         """
         ...
 

@@ -72,7 +72,7 @@ def completions_of(service: AnswerService) -> BatchEndpoint:
 
 
 def responses_of(service: ResponseService) -> BatchEndpoint:
-    """Returns the endpoint of responses. A response is stored if its request asks for that."""
+    """Returns the endpoint of responses. A response is stored if its request has `store`."""
 
     async def ask(
         body: bytes, tenant: Tenant, seed: int, answer: CapturedAnswer, meter: RequestMeter

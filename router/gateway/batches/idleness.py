@@ -20,7 +20,7 @@ from math import floor, inf
 from router.port import WorkerStatus
 
 STRETCH = 1.25
-LEAST_STEP_S = 0.002  # minimum bound on a worker's prompt time; one prompt is always allowed
+LEAST_STEP_S = 0.002  # prompt time that a worker may always have queued
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,7 +173,7 @@ class BatchPages:
             page=_with_one_more(page),
             now_s=unix_time_s(),
         )
-        # a page may list 10,000 files, so a thread encodes it
+        # A page may list 10,000 files, so a thread encodes the page.
         return await asyncio.to_thread(_listing, files, page.limit, FileList)
 
     async def file(self, request: HttpRequest, tenant: Tenant) -> Response:
@@ -361,7 +361,7 @@ def _check_metadata(metadata: Mapping[str, str]) -> None:
 def _field_of(message: str) -> str | None:
     """Returns the field that an error of msgspec names, or None.
 
-    The name is the last one in backquotes, without `$.`.
+    The error's last name in backquotes is the field's, after `$.`.
     """
     names = message.split("`")[1::2]
     return names[-1].removeprefix("$.") if names else None

@@ -194,8 +194,9 @@ class BatchRunner:
         self._woken.set()
 
     def _record_arrival(self) -> None:
-        """Makes room for a client's request that arrives: withdraws batch requests before it
-        returns.
+        """Makes room for a client's request that arrives.
+
+        Batch requests are withdrawn before this method returns.
         """
         if self._jobs:
             self._idleness.record_other(self._clock.now_s())
@@ -455,7 +456,7 @@ def _seed(batch_id: str, number: int) -> int:
 
 
 def _with_tenant_last(jobs: dict[str, _Job], tenant: str) -> dict[str, _Job]:
-    """Returns the jobs in an order in which one tenant's jobs are last."""
+    """Returns the jobs in their order, but with the jobs of one tenant last."""
     others = {name: job for name, job in jobs.items() if job.batch.tenant != tenant}
     return {**others, **{name: job for name, job in jobs.items() if name not in others}}
 

@@ -100,8 +100,7 @@ class BatchGate:
             port.withdraw(request_ids)
 
     def admit(self) -> None:
-        """Lets the oldest waiting request in. The next iteration of the event loop lets the next
-        one in.
+        """Lets the oldest waiting request in; the event loop's next iteration lets in another one.
 
         The router needs a fraction of a millisecond to submit a request, and other work should not
         wait for several submissions.

@@ -365,7 +365,7 @@ def take_lease(connection: Connection, owner: str, now_s: int) -> bool:
 
 
 def drop_lease(connection: Connection, owner: str) -> None:
-    """Releases the right to run batches, so that other processes need not wait for its end."""
+    """Releases the right to run batches, so that others need not wait for the lease's end."""
     connection.execute("DELETE FROM batch_runner WHERE owner = ?", (owner,))
 
 

@@ -53,7 +53,7 @@ class RecentRequests:
     """Keeps running requests, the latest ended requests, samples and totals."""
 
     def __init__(self, bounds: Bounds, tallies: Tallies | None = None) -> None:
-        """`tallies` gets the same outcomes, for the controller."""
+        """`tallies` records the same outcomes, which the controller reads."""
         self.bounds = bounds
         self._tallies = tallies or Tallies()
         self._tallies.hung = self.hung
@@ -72,8 +72,9 @@ class RecentRequests:
         self._num_samples = 0
 
     def hung(self, now_s: float) -> Counter[str]:
-        """Returns the number of hanging answers by version: no token for far longer than the TTFT
-        bound.
+        """Returns the number of hanging answers by version.
+
+        An answer hangs if no token has arrived for `HUNG_AFTER` times its bound on TTFT.
 
         An answer that has hung counts as late when it ends, even if its client has left.
         """

@@ -180,7 +180,7 @@ class RunningAnswer(Protocol):
     """One answer, running or ended."""
 
     shown_id: str  # the client's id of the request
-    version: str  # the version that answers it
+    version: str  # the version that answers the request
     outcome: Outcome | None  # None: the answer still runs, or its client has left
 
     @property

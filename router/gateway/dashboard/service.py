@@ -165,7 +165,7 @@ class Dashboard:
     ) -> DashboardState:
         """Returns the present state.
 
-        If `seen` and `others` are given, only entries after `seen` and these parts are included.
+        If `seen` is given, only entries after `seen` are included; if `others`, only these parts.
         """
         versions, now_s = self._versions, self._clock.now_s()
         seen_or_none = seen or Seen()

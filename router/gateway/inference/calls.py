@@ -63,7 +63,7 @@ _PLACES = {
     "return_token_ids": "no output shows them",
     "return_tokens_as_token_ids": "the output logprobs has ids always",
 }
-# Every response has a mark whether it is the stream's last, so an empty last one is not needed.
+# Each response shows if it is the last of its stream, so an empty last response is not needed.
 _WITHOUT_EFFECT = "triton_enable_empty_final_response"
 _TIMEOUT = "timeout"  # a timeout in microseconds, which Triton's clients send
 

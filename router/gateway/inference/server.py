@@ -180,7 +180,7 @@ def _check_free(host: str, port: int) -> None:
 
 
 def _credentials(tls: TlsFiles) -> Any:
-    """Returns server credentials. gRPC reloads these when the files change."""
+    """Returns server credentials. gRPC reloads the credentials when the files change."""
     used = tls.pem
 
     def configuration() -> Any:

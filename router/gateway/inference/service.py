@@ -73,7 +73,7 @@ _Receive = Callable[[], Awaitable[bytes]]  # waits for the message of a request 
 
 @dataclass(frozen=True, slots=True)
 class InferenceFailure:
-    """A failure of a call, with the status and headers that it has over HTTP."""
+    """A failure of a call, with its HTTP status and headers."""
 
     status: int
     message: str
@@ -141,7 +141,7 @@ class InferenceService:
 
     def handler(self) -> Any:
         """Returns the handler of all methods, for a gRPC server."""
-        infer = grpc.stream_unary_rpc_method_handler(  # reads one message itself
+        infer = grpc.stream_unary_rpc_method_handler(  # the handler reads the message
             self.infer, None, pb.ModelInferResponse.SerializeToString
         )
         infer_stream = grpc.stream_stream_rpc_method_handler(

@@ -57,7 +57,7 @@ class PoolBoard:
 
     @property
     def troubles(self) -> tuple[str, ...]:
-        """Sentences, one for each broken or limited part, while requests can be served."""
+        """Sentences about broken or limited parts of the deployment, one sentence per part."""
         if self._news is not None and not self.is_fresh:
             return ("no controller reports: nothing is started again, and orders are refused",)
         return () if self.cluster is None else self.cluster.troubles

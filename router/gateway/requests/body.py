@@ -31,7 +31,7 @@ MAX_STOP_TOKEN_IDS = 128
 MAX_BIASES = 1024
 MAX_BIAS = 100.0
 MAX_LENGTH_PENALTY = 10.0
-MAX_BEAM_TOKENS = 4096  # maximum tokens of a beam search's answer; each is a round trip to workers
+MAX_BEAM_TOKENS = 4096  # maximum answer tokens of a beam search: one step per token
 MAX_TOP_LOGPROBS = 20
 MAX_USER_LEN = 512  # maximum characters of `user`
 MAX_CACHE_SALT_LEN = 256
@@ -57,7 +57,7 @@ Refused = dict[str, tuple[object, ...]]  # by field: neutral values; others are 
 # Fields that a beam search does not support, with their neutral values.
 _NOT_IN_BEAM_SEARCH: Refused = {
     "stop": ([],),
-    "temperature": (0.0, 1.0),  # these values do not change the order
+    "temperature": (0.0, 1.0),  # do not change the order of hypotheses
     "top_p": (1.0,),
     "top_k": (0, -1),
     "min_p": (0.0,),
@@ -137,7 +137,7 @@ class Body(msgspec.Struct, kw_only=True, dict=True):
         self.num_scored_prompt = self.prompt_logprobs
         self.times_of_prompt = 1  # times that an answer repeats the prompt's log-probabilities
         self.scores_all_tokens = bool(self.return_token_ids)  # False: only tokens in the text
-        self.echoes_prompt = self.echoes_scores = False  # True: choices begin with it
+        self.echoes_prompt = self.echoes_scores = False  # True: choices begin with the prompt
         self.is_only_prompt = False  # True if the client wants only the prompt and its scores
         self.shows_reasoning = True
         self.stop_strings = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -183,8 +183,7 @@ class Body(msgspec.Struct, kw_only=True, dict=True):
     ) -> list[int]:
         """Returns the prompt's token ids. Raises InvalidRequest.
 
-        If `may_exceed` is set, the prompt may be longer than the context, because it is only
-        counted.
+        If `may_exceed` is set, the prompt may be longer than the context.
         """
 
     def embedding_form(self, text: TextModel) -> EmbeddingForm | None:
@@ -284,7 +283,7 @@ def from_validation(
     path = path.rstrip("`")
     param = (field + path).lstrip(".") or None
     text = re.sub("^E", "e", text)
-    # The message shows no prompts: they are too long, or were decoded separately.
+    # A message shows no prompt, because prompts are long or were decoded separately.
     found = None if path.startswith((".messages", ".prompt", ".input")) else _at(value, path)
     if found is not None:
         text = f"{text}; it is {shortened(found)}"

@@ -51,7 +51,7 @@ MAX_STEP_TOKENS = 2**19  # maximum tokens sent by one step of a beam search
 class GatewaySettings(msgspec.Struct, frozen=True):
     """Settings of a gateway, for all versions of the model."""
 
-    secret: Secret  # from which tenants' salts are made: the deployment's secret, or a lasting one
+    secret: Secret  # for tenants' salts: the deployment's secret, or one that outlives it
     gateway: GatewayConfig = GatewayConfig()
     router: RouterConfig = RouterConfig()
 
@@ -75,9 +75,7 @@ class ApiCall(msgspec.Struct, frozen=True):
     own_ignored: Callable[[Sequence[str]], Sequence[str]] | None = None
 
     def debugs(self, header: str) -> bool:
-        """True if the client asks for a header that shows other tenants' load, and may see the
-        load.
-        """
+        """True if the client asks for a debug header and its key may debug."""
         return self.headers.get(header) == "1" and self.tenant.may_debug
 
 

@@ -172,8 +172,7 @@ class ChatBody(Body, kw_only=True):
     def echoed(self, token_ids: Sequence[int], text: TextModel) -> str | None:
         """Returns the text of the assistant's final message, if the answer must begin with it.
 
-        With `continue_final_message`, returns only the part of the text that is at the prompt's
-        end.
+        With `continue_final_message`, returns only the part of the text that the prompt ends with.
         """
         final = self.messages[-1]
         if not self.echo or final.role != "assistant":

@@ -1,5 +1,4 @@
-"""POST /v1/embeddings: like a completion, but the answer has a vector for each prompt instead of
-text.
+"""POST /v1/embeddings: like a completion, but the answer has one vector per prompt.
 
 Sources: OpenAI API reference; vLLM, vllm/entrypoints/pooling/embed/protocol.py.
 """
@@ -45,7 +44,7 @@ class EmbeddingBody(PromptBody, kw_only=True):
     def __post_init__(self) -> None:
         """Computes the attributes that checks and answers read."""
         super().__post_init__()
-        self.wanted_tokens = 1  # workers sample one token with each embedding
+        self.wanted_tokens = 1  # workers always sample a token
         self.is_only_prompt = True
         self.max_inputs = MAX_INPUTS
 

@@ -50,7 +50,7 @@ ANSWER_TIMEOUT_S = 30.0  # seconds; the child needs MAX_WALL_S and may load a to
 BLAME_TIMEOUT_S = 1.0  # maximum seconds to find the tools with wrong schemas
 CLOSE_TIMEOUT_S = 2.0
 LOG_EVERY_S = 10.0
-# The child handles untrusted input, so it gets only these environment variables.
+# The child handles untrusted input, so the child gets only these environment variables.
 _ENVIRONMENT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "LANG", "LC_ALL", "HOME")
 
 assert MAX_WALL_S < ANSWER_TIMEOUT_S
@@ -256,8 +256,8 @@ def _digest(asked: GrammarToCompile, salt: bytes) -> bytes:
 class GrammarChild:
     """The child process, which is started at the first use.
 
-    Only one thread may use this object at a time. No method raises an exception for a fault of the
-    child.
+    Only one thread may use this object at a time. A fault of the child is never raised as an
+    exception.
     """
 
     def __init__(self) -> None:

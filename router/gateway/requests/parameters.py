@@ -76,7 +76,7 @@ def sampling_of(
 def behind_thinking(
     structure: Structure, text: TextModel, reader: AnswerParsing | None
 ) -> Grammar | None:
-    """Returns the structure's grammar. If answers have reasoning, the grammar applies after it."""
+    """Returns the structure's grammar. The grammar applies after any reasoning."""
     grammar = structure.grammar
     if grammar is None or reader is None or reader.forms.thinking is None:
         return grammar

@@ -33,7 +33,7 @@ _PREFIXES = {
 # Calls of tools that clients run, and their outputs. Such items are stored unchanged.
 CLIENT_CALLS = frozenset({"local_shell_call", "shell_call", "apply_patch_call"})
 CLIENT_OUTPUTS = frozenset(f"{kind}_output" for kind in CLIENT_CALLS)
-# Items of tools and features that only other servers have. They are stored, but never prompted.
+# Items of tools and features that only other servers have. Such items are stored, but not prompted.
 HIDDEN = frozenset(
     {
         "additional_tools",

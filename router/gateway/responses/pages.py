@@ -189,7 +189,7 @@ class ResponsePages:
         await self._send(scope, send, _page(items, query.get("after"), limit))
 
     async def _send(self, scope: Scope, send: Send, body: object) -> None:
-        """Sends a JSON body in parts, because it may be long."""
+        """Sends a JSON body in parts, because the body may be long."""
         turn = partial(self._parts.loop_queue.wait, tenant_of(scope).queue)
         await send_parts(send, json_parts(body), {}, turn)
 

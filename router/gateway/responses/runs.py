@@ -88,14 +88,14 @@ class BackgroundRun(AnswerWriter):
             self.checked.exception()  # marks the exception as read
 
     def record(self, events: list[Event]) -> None:
-        """Keeps events until they are written to the table."""
+        """Keeps events until the next write to the table."""
         if self.has_events:
             self.events += [
                 KeptEvent(event["sequence_number"], encode_events([event])) for event in events
             ]
 
     async def record_long(self, events: list[Event]) -> None:
-        """Keeps events that may be long, until they are written to the table.
+        """Keeps events that may be long, until the next write to the table.
 
         Each event is encoded in turns of the call's tenant.
         """

@@ -101,7 +101,7 @@ class ResponseStore:
             raise _unknown(id)
 
     async def cancel(self, id: str, owner: str) -> KeptResponse:
-        """Cancels a background response, and returns it. Raises ApiError."""
+        """Cancels a background response. Returns the response. Raises ApiError."""
         now_s = self._unix_s()
 
         def work(db: sqlite3.Connection) -> KeptResponse | None:
