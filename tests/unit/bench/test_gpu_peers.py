@@ -1,4 +1,4 @@
-"""`bench.gpu --peer`: options, the jobs of a peer, and what is made of its answers."""
+"""`bench.gpu --peer`: its options, the peer's jobs, and results from the peer's answers."""
 
 import io
 import sys
@@ -30,7 +30,7 @@ DECODES = '{"decode_s": 0.25}'
 
 
 def measured(tmp_path, program, *, budget_s=1000.0):
-    """Measures a peer whose Python is this program; returns the results."""
+    """Measures a peer whose Python interpreter is this program. Returns the results."""
     python = tmp_path / "python"
     python.write_text(program)
     python.chmod(0o755)

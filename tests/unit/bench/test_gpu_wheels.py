@@ -1,4 +1,4 @@
-"""Which packages are collected for a machine without a network."""
+"""The packages collected for a machine without network access."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The command `baton bench quality` without torch."""
+"""The command `baton bench quality`, tested without torch."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Options that the commands refuse."""
+"""Options that the benchmark commands refuse."""
 
 import shlex
 

@@ -1,4 +1,4 @@
-"""Files of `deploy/container` fit the tree, its versions and each other."""
+"""Files in `deploy/container` match the tree, the pinned versions and each other."""
 
 import re
 import tomllib
@@ -16,7 +16,7 @@ DOCKERFILE = (FOLDER / "Dockerfile").read_text()
 
 
 def packages() -> set[str]:
-    """Folders of the tree that the wheel is made of."""
+    """Returns the folders of the tree from which the wheel is built."""
     tables = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     return {pattern.rstrip("*") for pattern in tables["packages"]["find"]["include"]}
 

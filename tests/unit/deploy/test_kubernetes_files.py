@@ -1,4 +1,4 @@
-"""Objects of `deploy/kubernetes` match the schemas of Kubernetes, and each other's names."""
+"""Objects of `deploy/kubernetes` match the schemas of Kubernetes, and use each other's names."""
 
 import shutil
 import subprocess
@@ -16,7 +16,7 @@ FOLDER = Path(deploy.__file__).parent / "kubernetes"
 EXAMPLE = FOLDER / "example"
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
 
-# From the Prometheus operator's own definition of a ServiceMonitor.
+# Taken from the Prometheus operator's definition of a ServiceMonitor.
 MONITOR = {"selector", "jobLabel", "endpoints"}
 ENDPOINT = {"port", "path", "interval", "authorization"}
 
@@ -39,7 +39,7 @@ VALUES = OBJECTS["ConfigMap/baton-values"]["data"]
 
 
 def templates() -> Iterator[tuple[str, dict[str, Any]]]:
-    """The pods that KubeRay makes, by their group."""
+    """Returns the pods that KubeRay creates, by group."""
     yield "head", CLUSTER["headGroupSpec"]["template"]
     for group in CLUSTER["workerGroupSpecs"]:
         yield group["groupName"], group["template"]

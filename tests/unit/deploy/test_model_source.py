@@ -1,4 +1,4 @@
-"""The meaning of a model's name, and its refusal before a fetch."""
+"""How a model's name is interpreted, and names that are refused before a download."""
 
 import sys
 from pathlib import Path

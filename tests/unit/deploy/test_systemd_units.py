@@ -1,4 +1,4 @@
-"""systemd accepts the units in `deploy/systemd`, which fit Baton's deadlines and settings."""
+"""systemd accepts the units in `deploy/systemd`, which match Baton's deadlines and settings."""
 
 import re
 import shutil
@@ -14,11 +14,11 @@ from engine.config import GatewayConfig, load_config
 
 FOLDER = Path(deploy.__file__).parent / "systemd"
 UNITS = sorted(path.name for path in FOLDER.glob("*.service"))
-MOST_EXPOSED = 2.0  # out of 10, by `systemd-analyze security`
+MOST_EXPOSED = 2.0  # highest accepted exposure, of 10, by `systemd-analyze security`
 
 
 def settings(name: str) -> dict[str, list[str]]:
-    """The values of each setting of a unit, in order."""
+    """Returns the values of each setting of a unit, in order."""
     values = defaultdict(list)
     for line in (FOLDER / name).read_text().splitlines():
         if re.match(r"\w+=", line):
@@ -38,7 +38,7 @@ def analyze(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("name", UNITS)
 def test_systemd_finds_nothing_wrong(name, tmp_path):
-    """The programs are installed where units run, and not here: any other one stands for them."""
+    """The units' programs are not installed here, so the test replaces them with /bin/true."""
     for unit in UNITS:
         text = re.sub(r"/opt/baton/bin/\w+", "/bin/true", (FOLDER / unit).read_text())
         (tmp_path / unit).write_text(text)
@@ -64,7 +64,8 @@ def test_units_run_as_their_own_user(name):
 def test_stop_waits_for_answers_and_signals_one_process_only():
     unit = settings("baton.service")
     assert unit["KillMode"] == ["mixed"]
-    least_s = GatewayConfig().drain_timeout_s + 2 * STOP_TIMEOUT_S  # gateways, then workers
+    # the gateways stop first, then the workers
+    least_s = GatewayConfig().drain_timeout_s + 2 * STOP_TIMEOUT_S
     assert int(unit["TimeoutStopSec"][0]) > least_s
     assert unit["Type"] == ["notify"]
 

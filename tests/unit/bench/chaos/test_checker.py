@@ -1,4 +1,4 @@
-"""The checker of `bench chaos` must be able to fail: each way in which a stream can go wrong."""
+"""The checker of `bench chaos` detects every way in which a stream can go wrong."""
 
 from dataclasses import replace
 
@@ -117,12 +117,12 @@ def test_connection_broken_long_after_a_gateway_death_is_a_lost_request():
 @pytest.mark.parametrize(
     ("lasted_s", "sent_s", "broke_s", "end"),
     [
-        (4.0, 2.0, 4.0, RequestEnd.LOST),  # the answer continues after the break
+        (4.0, 2.0, 4.0, RequestEnd.LOST),  # the gateway continues after the connection broke
         (4.0, 2.0, 7.1, RequestEnd.LOST),
         (LONG_SILENCE_S, 2.0, 2.9, RequestEnd.LOST),
         (LONG_SILENCE_S, 2.0, 8.0, RequestEnd.LOST),
         (LONG_SILENCE_S, 2.0, 13.5, RequestEnd.SAME),
-        (LONG_SILENCE_S, 5.0, 13.5, RequestEnd.SAME),  # asked while it stood
+        (LONG_SILENCE_S, 5.0, 13.5, RequestEnd.SAME),  # sent while the gateway was stopped
         (LONG_SILENCE_S, 2.0, 30.0, RequestEnd.LOST),
     ],
 )
@@ -163,7 +163,7 @@ def test_the_longest_stall_is_between_two_chunks_and_has_the_fault_that_began_in
     requests = [
         [stream(said("a", at_s=3.9), said("b", at_s=4.1), end(4.2))],
         [stream(said("a", at_s=3.0), said("b", at_s=6.0), end(6.1))],
-        [stream(said("a", at_s=8.9), end(9.0))],  # waited long for its first: no stall
+        [stream(said("a", at_s=8.9), end(9.0))],  # the wait for the first token is no stall
     ]
     stall = longest_stall(requests, [stop, kill])
     assert (stall.seconds, stall.request, stall.fault) == (3.0, 1, kill)

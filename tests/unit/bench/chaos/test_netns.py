@@ -1,4 +1,4 @@
-"""The reasons why no network can be cut. Cuts are tested in `tests/e2e/sessions/test_netns.py`."""
+"""Reasons why a machine cannot cut a network. `tests/e2e/sessions/test_netns.py` tests the cuts."""
 
 import os
 import shutil

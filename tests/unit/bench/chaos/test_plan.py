@@ -1,4 +1,4 @@
-"""Faults and requests of `bench chaos` are functions of its seed."""
+"""Faults and requests of `bench chaos` are determined by its seed."""
 
 import asyncio
 import json
@@ -119,7 +119,7 @@ def test_no_fault_takes_the_last_working_worker_of_a_pool(kind):
         {"state": "starting"},
         {"is_connected": False},
         {"role": Role.DRAINED, "target": Role.DRAINED, "state": "drained"},
-        {"role": Role.PREFILL},  # it was ordered to decode, but does not decode yet
+        {"role": Role.PREFILL},  # the worker has an order to decode, but does not decode yet
     ):
         other = worker("d1", Role.DECODE, **changes)
         assert candidates(kind, pools(P0, P1, D0, other), held=()) == ["p0", "p1"]
@@ -175,7 +175,7 @@ class SeenDeployment:
 
 
 class Noted:
-    """Injects nothing and keeps what it was asked for."""
+    """Injects no fault, but records the requested faults."""
 
     def __init__(self) -> None:
         self.faults: list[tuple[FaultKind, str, int]] = []
@@ -211,7 +211,7 @@ def test_kill_without_victim_is_skipped():
 
 
 class LaterClock:
-    """Whenever it is read, more time is over than an order may take."""
+    """A clock on which, at every reading, an order's deadline has passed."""
 
     def __init__(self) -> None:
         self._now_s = 0.0
@@ -222,7 +222,7 @@ class LaterClock:
 
 
 class StubbornDeployment:
-    """Accepts orders, but its only worker never changes."""
+    """Accepts orders, but its only worker never changes its role."""
 
     def __init__(self, *, refuses: bool = False) -> None:
         self._worker = P0
@@ -286,7 +286,8 @@ def test_blocks_that_are_neither_free_nor_cached_are_leaked():
     held = worker("d1", Role.DECODE, free_blocks=6, open_leases=2)
     assert pools(P0, D0).leaked == (0, 0)
     assert pools(P0, held).leaked == (3, 2)
-    assert pools(worker("d1", Role.DECODE, free_blocks=10)).leaked == (1, 0)  # surplus
+    # the worker reports more free blocks than it has
+    assert pools(worker("d1", Role.DECODE, free_blocks=10)).leaked == (1, 0)
 
 
 def test_requests_are_of_all_kinds_and_each_names_its_seed():

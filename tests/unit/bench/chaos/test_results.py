@@ -1,6 +1,4 @@
-"""A run of `bench chaos` fails for the damage of its faults, and for planned faults that did not
-occur.
-"""
+"""A run of `bench chaos` fails if faults did damage, or if planned faults did not occur."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The fault `store`, and what a store holds when all is over."""
+"""The fault `store`, and what a store still holds after the run."""
 
 import asyncio
 import signal
@@ -15,7 +15,7 @@ KILL = Fault(0.0, FaultKind.STORE, 0.0)
 
 
 class WithStore:
-    """A deployment whose store is replaced at once, or never."""
+    """A deployment whose store is replaced at once or never."""
 
     def __init__(self, *, is_replaced: bool = True) -> None:
         self._is_replaced = is_replaced
@@ -76,10 +76,11 @@ IDLE = {"slots:free": 6.0, "slots:cached": 4.0, "open_leases": 0.0}
     [
         (IDLE, StoreLeft(num_blocks=4)),
         ({**IDLE, "slots:free": 5.0}, StoreLeft(4, leaked_blocks=1)),
-        ({**IDLE, "slots:free": 7.0}, StoreLeft(4, leaked_blocks=1)),  # surplus
+        # more free slots than the store has
+        ({**IDLE, "slots:free": 7.0}, StoreLeft(4, leaked_blocks=1)),
         ({**IDLE, "open_leases": 2.0}, StoreLeft(4, leaked_leases=2)),
         ({**IDLE, "prefix_offers_total:held": 3.0}, StoreLeft(4, num_offers=3)),
-        ({}, StoreLeft(leaked_blocks=10)),  # no gateway knows it
+        ({}, StoreLeft(leaked_blocks=10)),  # no gateway is connected to the store
     ],
 )
 def test_slots_that_are_neither_free_nor_cached_are_leaked(samples, left):

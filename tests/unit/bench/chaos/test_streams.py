@@ -1,4 +1,4 @@
-"""`bench chaos` keeps all of a stream, even data that should not have been sent."""
+"""`bench chaos` records everything in a stream, even data that the server should not have sent."""
 
 import json
 

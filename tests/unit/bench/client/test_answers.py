@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from bench.client.answers import Answer, AnswerReader, Endpoint, Failure, request_body
 
-FEW = settings(max_examples=20)  # a unit test has 50 ms
+FEW = settings(max_examples=20)  # a unit test may take 50 ms
 
 
 def event(**chunk):
@@ -33,7 +33,7 @@ def usage(completion_tokens, prompt_tokens=9):
 
 
 def read(*pieces, sent_s=10.0):
-    """Feeds the pieces one second apart, the first a second after sending."""
+    """Feeds the pieces one second apart, the first one a second after sending."""
     reader = AnswerReader(sent_s)
     for second, piece in enumerate(pieces, start=1):
         reader.feed(piece, sent_s + second)

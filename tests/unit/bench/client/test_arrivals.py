@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from bench.client.arrivals import arrival_times_s
 
-FEW = settings(max_examples=20)  # a unit test has 50 ms
+FEW = settings(max_examples=20)  # a unit test may take 50 ms
 
 
 def gaps_s(rate_per_s, burstiness):

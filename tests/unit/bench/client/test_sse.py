@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from bench.client.stream import SseEvent, SseParser
 
-FEW = settings(max_examples=20)  # a unit test has 50 ms
+FEW = settings(max_examples=20)  # a unit test may take 50 ms
 
 STREAM = (
     b": keep-alive\r\n\r\n"

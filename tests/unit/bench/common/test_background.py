@@ -1,4 +1,4 @@
-"""The share of the CPU that other processes used."""
+"""The share of CPU time that other processes used."""
 
 import os
 import threading
@@ -9,7 +9,7 @@ from bench.common import background
 
 
 def process(pid, session, ticks, name="a name"):
-    """A line of /proc/<pid>/stat."""
+    """Returns a line of /proc/<pid>/stat."""
     before = f"{pid} ({name}) S 1 {pid} {session} 0 -1 0 0 0 0 0"
     return before + " " + " ".join(map(str, ticks)) + " 20 0 1 0"
 
@@ -27,7 +27,7 @@ def test_share_of_others_is_busy_time_minus_our_own(tmp_path):
     before = background.read({7}, tmp_path)
     write_proc(
         tmp_path,
-        (160, 0, 110, 715, 105, 0, 0, 10, 9, 0),  # 100 ticks, 80 busy, 10 of these stolen
+        (160, 0, 110, 715, 105, 0, 0, 10, 9, 0),  # 100 ticks: 80 are busy, of which 10 are stolen
         [(7, 7, (31, 1, 5, 5)), (8, 7, (10, 0, 0, 0)), (9, 9, (20, 0, 0, 0))],
     )
     after = background.read({7}, tmp_path)

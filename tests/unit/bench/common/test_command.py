@@ -1,4 +1,4 @@
-"""Options, lists of values and errors that the benchmarks' commands share."""
+"""Options, value lists and errors that all benchmark commands share."""
 
 import enum
 

@@ -7,7 +7,7 @@ from bench.common import report as machine
 
 @pytest.fixture
 def outputs(monkeypatch):
-    """Maps commands, by their first two words, to their output; other commands fail."""
+    """Fakes commands: maps their first two words to their output; other commands fail."""
     table = {}
     monkeypatch.setattr(machine, "_output", lambda *command: table.get(command[:2]))
     return table

@@ -12,7 +12,7 @@ from bench.common.prompts import (
     token_prompts,
 )
 
-FEW = settings(max_examples=20)  # a unit test has 50 ms
+FEW = settings(max_examples=20)  # a unit test may take 50 ms
 
 VOCAB = range(100, 600)
 

@@ -17,7 +17,7 @@ from bench.common.report import (
 )
 from bench.common.tables import print_head, print_results
 
-FEW = settings(max_examples=20)  # a unit test has 50 ms
+FEW = settings(max_examples=20)  # a unit test may take 50 ms
 
 HARDWARE = Hardware(cpu="a cpu", num_cores=2, memory_bytes=1 << 30, gpus=("a gpu",), python="3.11")
 

@@ -24,7 +24,7 @@ TINY = replace(SHAPES["tiny"], vocab_size=300, hidden_size=32, ffn_size=48, num_
 
 
 def tensors_in(path):
-    """Every tensor of a checkpoint, in fp32, read by the definition of the format."""
+    """Returns every tensor of a checkpoint in fp32, read by the definition of the file format."""
     data = (path / "model.safetensors").read_bytes()
     start = 8 + struct.unpack("<Q", data[:8])[0]
     found = {}
@@ -87,7 +87,7 @@ def test_every_id_of_the_tokenizer_has_a_text():
     assert all(tokenizer.id_to_token(i) for i in range(SHAPES["tiny"].vocab_size))
 
 
-# Pairs
+# Pairs of a target and a draft model.
 
 PAIR = replace(TINY, num_layers=3)
 
@@ -124,7 +124,8 @@ def test_a_target_differs_from_the_plain_checkpoint_by_its_gains(pair, tmp_path)
     for name, values in target.items():
         gain = expected.get(name, 1.0 if "o_proj" not in name else 0.02)
         assert gains.of(name, num_layers=3) == pytest.approx(gain)
-        np.testing.assert_allclose(values, gain * plain[name], rtol=2**-6)  # both rounded to bf16
+        # both values are rounded to bf16
+        np.testing.assert_allclose(values, gain * plain[name], rtol=2**-6)
 
 
 def test_a_stranger_has_the_drafts_shape_and_other_weights(pair):

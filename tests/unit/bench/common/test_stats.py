@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from bench.common.stats import percentile, summarize
 
-FEW = settings(max_examples=20)  # a unit test has 50 ms
+FEW = settings(max_examples=20)  # a unit test may take 50 ms
 
 finite = st.floats(min_value=-1e6, max_value=1e6)
 samples = st.lists(finite, min_size=2, max_size=60)

@@ -1,4 +1,4 @@
-"""The figures that `baton bench engine` makes of its samples."""
+"""The results that `baton bench engine` computes from its samples."""
 
 from dataclasses import astuple, replace
 
@@ -41,7 +41,8 @@ def ours(seconds, tokens):
 
 
 def measured(**changes):
-    """Two repetitions: fp32 takes 2 and 4 s for each job, int8 half, peers 6 s."""
+    """Returns two repetitions: a job takes 2 and 4 s in fp32, half of that in int8, and 6 s on
+    peers."""
     repetitions = []
     for slow in (1, 2):
         samples = {}

@@ -1,4 +1,4 @@
-"""The least time that a machine needs for a prefill or a decode step."""
+"""The minimum time that a machine needs for a prefill or a decode step."""
 
 import json
 from dataclasses import replace
@@ -57,7 +57,7 @@ def test_int8_speeds_up_matrices_but_not_attention():
     work = Work(matrix_flops=4e8, attention_flops=1e8, read_bytes=0)
     assert least_time_s(work, CEILINGS, "fp32") == pytest.approx(50)
     assert least_time_s(work, CEILINGS, "int8") == pytest.approx(20)
-    assert least_time_s(work, CEILINGS, "bf16") == pytest.approx(50)  # computed in fp32
+    assert least_time_s(work, CEILINGS, "bf16") == pytest.approx(50)  # the computation is in fp32
 
 
 def test_the_size_of_a_model_comes_from_its_files(tmp_path):

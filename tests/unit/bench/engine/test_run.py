@@ -1,4 +1,4 @@
-"""A round of jobs is run by all engines."""
+"""Every engine runs all jobs of a round."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""The options of `bench batches`, and its figures of windows and files."""
+"""The options of `bench batches`, and its results for windows and files."""
 
 import pytest
 

@@ -18,7 +18,7 @@ from router.planning.planner import PoolPlan, PoolSizes
 
 
 class FewRequests(ElasticStudy):
-    """Few requests, that are long enough to keep four workers busy."""
+    """A load of few requests that are long enough to keep four workers busy."""
 
     __slots__ = ()
     MIXES = (RequestMix(0.5, 0, 20000, 30), RequestMix(0.5, 16384, 512, 600))
@@ -48,7 +48,7 @@ def test_planned_pools_beat_every_fixed_split_without_losses():
 def test_reactions_are_measured_at_the_slowest_change():
     turns = TurningLoad(3, 10.0)
     decisions = [
-        decision(0.0, 4, 7),  # before any turn
+        decision(0.0, 4, 7),  # before the first change of the load
         *(decision(10.0 + second, 7, 7) for second in range(2)),
         decision(12.0, 7, 4),
         decision(15.0, 4, 2),

@@ -1,4 +1,4 @@
-"""`bench elastic-live`: its load, its arms, and its figures."""
+"""`bench elastic-live`: its load, its arms, and its results."""
 
 import pytest
 

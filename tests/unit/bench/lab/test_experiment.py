@@ -1,4 +1,4 @@
-"""The form of studies: options, arms in turn, and the report."""
+"""The common form of studies: options, alternating arms, and the report."""
 
 import json
 from dataclasses import dataclass, replace

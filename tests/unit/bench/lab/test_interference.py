@@ -1,4 +1,4 @@
-"""The figures of `bench interference` from runs that were never made."""
+"""The results of `bench interference`, computed from made-up runs."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def stream(gap_s, *, num=101):
 
 
 def run(arm, gap_s, repeat=0, **rest):
-    """Two streams of a hundred even gaps; where there is a load, one prompt after the other."""
+    """Returns two streams of a hundred equal gaps; under load, prompts run one after another."""
     end_s = 100 * gap_s
     prompts = [] if arm == IDLE else [(i * end_s / 4, (i + 1) * end_s / 4) for i in range(4)]
     figures = {

@@ -1,4 +1,4 @@
-"""The figures that `bench moves` and `bench moves --join` compute from streams."""
+"""The results that `bench moves` and `bench moves --join` compute from streams."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from tests.kits.answers import answer_at
 
 
 def stream(*, gap_s: float, pull_s: float | None = 0.01) -> Answer:
-    """A chunk every 20 ms from 0 s to 2 s, with one gap after 1.1 s."""
+    """Returns a stream with a chunk every 20 ms from 0 s to 2 s, and one longer gap after 1.1 s."""
     times_s = [0.02 * i for i in range(56)]
     times_s += [times_s[-1] + gap_s + 0.02 * i for i in range(45)]
     timeline = {"kv_transfer": 0.1} | ({} if pull_s is None else {"move_pull": pull_s})
@@ -53,7 +53,7 @@ def test_streams_that_others_came_to_are_held_against_three_usual_gaps_alone():
     assert figures["beside_of_limit/max"].value == pytest.approx(0.09 / 0.06)
 
 
-# ---------------------------------------------------------------- joins
+# ---------------------------------------------------------------- workers that join
 
 
 def joined_stream(*, every_s: float = 0.02, gap_s: float = 0.02, moved: bool = False) -> Answer:

@@ -1,4 +1,4 @@
-"""`baton bench router`: its plan, its figures, and the peer it is held against."""
+"""`baton bench router`: its plan, its results, and the peer with which it is compared."""
 
 import random
 

@@ -28,7 +28,7 @@ from bench.lab.speculate.plan import (
 from bench.lab.speculate.study import SpeculateStudy
 from engine.config import Speculate
 
-FEW = settings(max_examples=20)  # a unit test has 50 ms
+FEW = settings(max_examples=20)  # a unit test may take 50 ms
 PLAN = SpeculateStudy(shape="tiny", threads=2)
 PASSES = Passes(
     plain_s=1.0,
@@ -38,7 +38,7 @@ PASSES = Passes(
 
 
 def run_of(*, seconds=1.0, steps=((1.0, 1, 0, 0),), drafts=((0, 0, 1),), answers=((7, 8),)):
-    """A run whose tokens follow from its drafts."""
+    """Returns a run whose tokens follow from its drafts."""
     return BatchRun(
         seconds=seconds,
         outside_s=seconds / 10,
@@ -50,7 +50,7 @@ def run_of(*, seconds=1.0, steps=((1.0, 1, 0, 0),), drafts=((0, 0, 1),), answers
 
 
 def drafting_run(drafted, kept, *, seconds):
-    """A row for each number in `kept`: the accepted tokens of its draft."""
+    """Returns a run with one row per number in `kept`, its accepted draft tokens."""
     return run_of(
         seconds=seconds,
         steps=[(seconds / len(kept), 1, drafted, drafted)] * len(kept),
@@ -58,7 +58,7 @@ def drafting_run(drafted, kept, *, seconds):
     )
 
 
-# The plan
+# Plan of the benchmark.
 
 
 def test_each_setup_has_the_workloads_of_its_models():
@@ -73,7 +73,7 @@ def test_each_setup_has_the_workloads_of_its_models():
     assert Speculate.OFF in bad.modes
 
 
-# Prompts
+# Prompts of the benchmark.
 
 
 def test_a_repeating_prompt_holds_an_earlier_answer_and_asks_for_no_more_than_it():
@@ -84,7 +84,7 @@ def test_a_repeating_prompt_holds_an_earlier_answer_and_asks_for_no_more_than_it
     assert first.prompt[-3] == 0
     assert len(first.prompt) == 2 + 40 + 1 + 2
     assert first.num_tokens == 30
-    assert second.num_tokens == 20  # it ends there; the third is shorter than is worth it
+    assert second.num_tokens == 20  # the second text ends here; the third is too short to be used
     assert second.num_tokens >= FEWEST_REPEATED
 
 
@@ -120,11 +120,12 @@ def test_requests_to_compare_are_of_all_kinds():
     assert sum(b == a + 1 for a, b in pairwise(seeds)) > NUM_CHOICES
 
 
-# What is measured and what is expected
+# Measured and expected values.
 
 
 def test_the_mean_acceptance_counts_tokens_behind_accepted_ones_only():
-    assert mean_acceptance([(4, 1, 1)]) == 1 / 2  # the second was refused, the rest not tried
+    # the second draft token was rejected, so the others were not tested
+    assert mean_acceptance([(4, 1, 1)]) == 1 / 2
     assert mean_acceptance([(2, 2, 3)]) == 1
     assert mean_acceptance([(0, 0, 9)]) is None
 
@@ -139,7 +140,8 @@ def test_expected_tokens_are_a_geometric_sum(acceptance, drafted):
 
 
 def test_expectation_matches_tokens_of_equal_acceptance():
-    """Drafts of two, of 27 tokens two in three kept: 9 rows lose the first, 6 the second."""
+    """Of 27 drafts of two tokens, 9 lose the first token and 6 the second: two thirds are
+    accepted."""
     drafts = [(2, 0, 9), (2, 1, 6), (2, 2, 12)]
     acceptance = mean_acceptance(drafts)
     assert acceptance == pytest.approx(2 / 3)
@@ -155,11 +157,12 @@ def test_the_predicted_speed_up_is_expected_tokens_over_the_time_of_single_passe
     assert predicted_speedup(between, PASSES) == pytest.approx(4 / (1.15 + 0.3))
 
 
-# Results
+# Results of the benchmark.
 
 
 def measured_with(seconds):
-    """Three repetitions; `seconds` gives each cell's and mode's time for the tokens of `off`."""
+    """Returns three repetitions; `seconds` has each cell's and mode's time for the tokens of
+    `off`."""
     measured = SpeculateMeasured(identical={"int8": 1.0, "fp32": 0.9}, background=[0.01])
     for setup in PLAN.setups_of():
         for batch in PLAN.sizes:

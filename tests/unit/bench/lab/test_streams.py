@@ -1,4 +1,4 @@
-"""Streams, the requests beside them, and the gaps in a run's window."""
+"""Streams, other requests beside them, and the gaps in a run's window."""
 
 import asyncio
 from itertools import count
@@ -20,8 +20,9 @@ from tests.kits.answers import answer_at
 
 
 def test_only_gaps_count_in_which_all_streams_decode():
-    early = answer_at([0, 5, 6, 7, 8, 9])  # the first gap: alone; the last two: it is alone again
-    late = answer_at([4, 5.5, 6.5, 7.5])  # the first gap: it is handed over
+    # the stream is alone in the first gap and in the last two
+    early = answer_at([0, 5, 6, 7, 8, 9])
+    late = answer_at([4, 5.5, 6.5, 7.5])  # the first gap is the hand-over
     run = BesideRun("idle", (early, late))
     assert run.together().window_s == (5.5, 7.5)
     assert run.gaps_s == [1, 1, 1]
@@ -35,13 +36,13 @@ def test_streams_that_never_ran_together_have_no_window():
 def test_every_token_has_a_text_of_its_own():
     tokenizer = ascii_tokenizer(512)
     texts = [tokenizer.decode([i]) for i in range(512)]
-    assert texts[:3] == ["", "", ""]  # special
+    assert texts[:3] == ["", "", ""]  # special tokens
     assert all(1 <= len(text) <= 2 and text.isascii() for text in texts[3:])
     assert len(set(texts[3:])) == 509
 
 
 class FakeServer:
-    """Ends streams once `num_prompts` prompts were answered; answers prompts at once, or fails."""
+    """Ends streams after `num_prompts` prompts. Answers prompts at once, or fails them."""
 
     def __init__(self, num_prompts=0, fails=()):
         self.num_prompts = num_prompts
@@ -61,7 +62,7 @@ class FakeServer:
         self.prompts.append(body)
         self.under_way += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
-        for _ in range(3):  # turns of the loop: time enough for others to be sent
+        for _ in range(3):  # passes of the event loop in which other requests can be sent
             await asyncio.get_running_loop().run_in_executor(None, int)
         self.under_way -= 1
         if len(self.prompts) >= self.num_prompts:
@@ -97,7 +98,7 @@ def test_answers_count_by_their_share_in_the_window():
     assert answered_per_s([inside, across, outside], 1.0, 3.0) == pytest.approx(1.5 / 2)
 
 
-# ---------------------------------------------------------------- prompts that arrive
+# ---------------------------------------------------------------- arriving prompts
 
 
 def arriving(send, arrivals, streams=(b"stream",)):
@@ -109,7 +110,7 @@ def arriving(send, arrivals, streams=(b"stream",)):
 
 
 def test_prompts_arrive_without_waiting_for_each_other_until_streams_end():
-    """The streams end while three prompts are open and unanswered."""
+    """The streams end while three prompts are still unanswered."""
     open_prompts, enough = [], asyncio.Event()
 
     async def send(body):
@@ -138,4 +139,5 @@ def test_failed_stream_leaves_no_figures_and_failed_prompt_is_kept():
         return answer_at([1, 2, 3]) if body == b"stream" else Failure("http_429", "later")
 
     _, others = arriving(send, [0.0])
-    assert others in ([], [Failure("http_429", "later")])  # the stream may have ended first
+    # the stream may have ended before the failure
+    assert others in ([], [Failure("http_429", "later")])

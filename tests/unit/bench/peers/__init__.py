@@ -1,1 +1,1 @@
-"""Tests of the scripts that run peers."""
+"""Tests of the scripts that run peer engines."""

@@ -1,4 +1,4 @@
-"""The peer's end of the protocol."""
+"""The peer's side of the benchmark protocol."""
 
 import io
 import json

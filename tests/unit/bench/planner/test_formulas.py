@@ -120,7 +120,7 @@ def test_config_of_another_architecture_is_an_error(tmp_path, change, message):
         read_model(tmp_path)
 
 
-# ---------------------------------------------------------------- prices
+# ---------------------------------------------------------------- costs
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,8 @@ def test_prefill_mean_follows_its_formula():
 def test_prefill_mean_matches_the_conversation_trace():
     profile = PROFILES["h200-qwen3-32b-tp2"]
     platform = Platform(profile.name, None, profile, 3.0)
-    load = ExpectedLoad(3.40, 12_035, 343, spread=1.05)  # Mooncake's: median 6,909, no cache
+    # of Mooncake's trace: median 6,909, no prefix cache
+    load = ExpectedLoad(3.40, 12_035, 343, spread=1.05)
     busy = load.rate_per_s * prefill_mean_s(load, worker("qwen3-32b", platform, ranks=2))
     assert busy == pytest.approx(3.15, rel=0.05)
 
@@ -280,7 +281,7 @@ def test_floor_is_the_latency_of_one_request_alone():
     assert not floor.meets(SloBounds(floor.ttft_s * 0.99, floor.tpot_s))
 
 
-# ---------------------------------------------------------------- made-up requests
+# ---------------------------------------------------------------- generated requests
 
 
 @pytest.mark.parametrize("hit", [0.0, 0.37, 0.8])
@@ -293,5 +294,5 @@ def test_synthetic_load_has_the_requested_means(hit):
     assert sum(outputs) / 800 == pytest.approx(300, rel=0.01)
     assert max(inputs) <= 4 * 2000
     assert trace.duration_s == pytest.approx(800 / 5, rel=0.15)
-    # The first of each conversation finds nothing: an eighth of the requests here.
+    # The first request of each conversation has no cached prefix: an eighth of the requests here.
     assert infinite_cache_hits(trace) == pytest.approx(hit * 7 / 8, abs=0.02)

@@ -32,7 +32,7 @@ COMMAND = [
 ]
 
 
-# ---------------------------------------------------------------- by formula
+# ---------------------------------------------------------------- plans by formulas
 
 
 def test_a_worker_has_as_many_gpus_as_the_model_needs():
@@ -95,7 +95,7 @@ def test_options_are_stacked_and_costly_ones_left_out():
         assert plan.steps[-1].outcome == plan.disaggregated
 
 
-# ---------------------------------------------------------------- simulated
+# ---------------------------------------------------------------- plans by simulation
 
 
 def simulated_worker():
@@ -106,7 +106,7 @@ def simulated_worker():
 
 def test_a_large_load_is_cut_into_cells_of_a_few_workers():
     load, depth = ExpectedLoad(100.0, 2000, 400), Depth(num_requests=300)
-    # Four times 1 s + 400 · 20 ms at 100/s are 3,600 requests.
+    # At 100 requests/s, four times 1 s + 400 · 20 ms makes 3,600 requests.
     assert cells_of(load, SLO, depth, smallest_pool=100).number == 12
     few = cells_of(load, SLO, depth, smallest_pool=6)
     assert (few.number, few.num_requests, few.spans) == (2, 1200, pytest.approx(1200 / 450))

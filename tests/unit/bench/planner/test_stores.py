@@ -17,7 +17,7 @@ from bench.simulator.cluster import SimulatedPools
 from bench.simulator.tiers import StoreSizes
 from deploy.commands.main import app
 
-SMALL_GPU = replace(GPUS["a100"], memory_bytes=22e9)  # little room beside the weights
+SMALL_GPU = replace(GPUS["a100"], memory_bytes=22e9)  # little room for KV beside the weights
 SIZES = (StoreSizes(64), StoreSizes(64, 512))
 ASK = PlanInput(
     model=MODELS["qwen3-8b"],
@@ -33,7 +33,7 @@ ASK = PlanInput(
 
 @pytest.fixture(scope="module")
 def plan():
-    """The plan for `ASK` without the search of pools: three prefill workers are the fewest."""
+    """Returns the plan for `ASK` without a search: it uses the minimum of three prefill workers."""
     worker = worker_of(ASK.model, ASK.platform, ASK.options, ranks=1, block_size=256)
     cells = Cells(1, 120, 8.0)
     search = Search(ASK.load, worker, ASK.slo, cells=cells, seed=0)

@@ -1,4 +1,4 @@
-"""The protocol to an engine that runs as a process of its own."""
+"""The protocol to an engine that runs in its own process."""
 
 import os
 import select
@@ -29,7 +29,7 @@ def test_a_process_ends_when_it_is_closed():
     process = engine._child.process
     engine.close()
     assert process.returncode == 0
-    engine.close()  # a second time does nothing
+    engine.close()  # a second close does nothing
     with pytest.raises(DrivenFailed, match="not running"):
         engine.ask("count", timeout_s=10)
 
@@ -63,7 +63,7 @@ def test_process_that_does_not_read_is_ended():
     with started("say(ready={}); time.sleep(60)") as engine:
         engine.ready(10)
         with pytest.raises(DrivenFailed, match="no answer"):
-            engine.ask("a", timeout_s=0.05, prompt="x" * 2**20)  # more than a pipe holds
+            engine.ask("a", timeout_s=0.05, prompt="x" * 2**20)  # more bytes than a pipe buffers
 
 
 def test_process_that_ignores_closing_is_killed_with_its_children():

@@ -1,4 +1,4 @@
-"""Figures in documents equal the reports that the repository keeps."""
+"""Numbers in the documents equal the reports in the repository."""
 
 import pytest
 

@@ -23,7 +23,7 @@ from bench.serve.plan import (
 )
 from engine.errors import ConfigError
 
-FEW = settings(max_examples=20)  # a unit test has 50 ms
+FEW = settings(max_examples=20)  # a unit test may take 50 ms
 
 PLAN = ServePlan(
     target=ServeTarget("http://user:secret@host:8000", api_key="hidden"),

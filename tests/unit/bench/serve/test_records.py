@@ -73,7 +73,7 @@ def test_the_page_is_whole_and_escapes_what_others_said():
     assert page.startswith("<!doctype html>")
     assert "<script" not in page
     assert not any(bad in page for bad in ("<x>", "<m>", "<t>", "<w>"))
-    assert page.count("<svg") == 4  # over time, distributions, two bars
+    assert page.count("<svg") == 4  # charts: one over time, one of distributions, two bar charts
     assert "#010203" not in page
     assert not any(f'{name}="http' in page for name in ("src", "href"))
 

@@ -56,7 +56,7 @@ def trace_of(*requests, block_tokens=8):
 
 
 def busy_trace(num_requests, seed=0):
-    """Returns conversations in blocks of 8 tokens that keep a few tiny workers busy."""
+    """Returns a trace of conversations in blocks of 8 tokens that keeps a few tiny workers busy."""
     chat = Chat(20.0, 3.0, 0.5, system_tokens=512, input_tokens=1500, output_tokens=1500)
     made = synthetic(chat, num_requests, Random(seed)).shortened(64)
     short = tuple(replace(r, input_len=min(r.input_len, 300)) for r in made.requests)
@@ -70,7 +70,7 @@ def run_of(trace, setup, policy=RouterPolicy.LEAST_LOADED, **config):
     return simulate(trace, setup, RouterMachine(RouterConfig(policy=policy, **config)))
 
 
-# ---------------------------------------------------------------- one request
+# ---------------------------------------------------------------- single requests
 
 
 def test_single_request_takes_the_price_of_its_steps_and_messages():
@@ -177,7 +177,7 @@ def test_refusal_by_a_full_queue_is_a_miss():
     assert figures["goodput/attainment"].value == (12 - rejected) / 12
 
 
-# ---------------------------------------------------------------- figures
+# ---------------------------------------------------------------- results
 
 
 def test_figures_follow_from_token_times():
@@ -225,7 +225,8 @@ class Side:
 
 def transfers_between():
     future = Future()
-    cost = PullCost(1.0, 0.0, TINY.layout.block_bytes)  # a second a block, and one for the asking
+    # one second per block, and one second of overhead per pull
+    cost = PullCost(1.0, 0.0, TINY.layout.block_bytes)
     return future, Transfers(future, cost, TINY.layout, latency_s=0.5), Side("p"), Side("d")
 
 
@@ -234,7 +235,7 @@ def ref(name, num_blocks):
 
 
 def pull_all(transfers, source, sink, sizes):
-    """Pulls leases of these numbers of blocks, which are all ready."""
+    """Pulls one lease for each number of blocks. All blocks are ready."""
     for name, num_blocks in sizes.items():
         transfers.open(source, LeaseId(name))
         transfers.grow(LeaseId(name), num_blocks)
@@ -248,7 +249,8 @@ def test_pulls_over_one_link_share_it():
     sink.receive = lambda events: ends.append((future.now_s, *events))
     pull_all(transfers, source, sink, {"long": 9, "short": 1})
     future.run()
-    # the short one takes 2 s alone, and 4 s beside the long one, which then has 8 of 10 s left
+    # alone, the short pull takes 2 s; beside the long pull 4 s; then the long pull has 8 of 10 s
+    # left
     assert [(at_s, done.seq_id, done.transfer_s) for at_s, done in ends] == [
         (4.0, "short", 4.0),
         (12.0, "long", 12.0),
@@ -267,7 +269,7 @@ def test_a_pull_goes_at_the_speed_of_its_busier_link():
     pull_all(transfers, other_source, sink, {"c": 3})
     pull_all(transfers, source, other_sink, {"d": 1})
     future.run()
-    # a, b and c share the sink, and a, b and d the source: each takes three times as long
+    # a, b and c share the sink; a, b and d share the source: each takes three times as long
     assert ends == {"d": 6.0, "a": 12.0, "b": 12.0, "c": 12.0}
 
 
@@ -288,17 +290,17 @@ def test_aborted_pull_releases_its_lease():
     transfers.open(source, LeaseId("a"))
     transfers.hold(sink, SeqId("a"), ref("a", 3))
     transfers.abort(sink, SeqId("a"))
-    transfers.grow(LeaseId("a"), 1)  # the source has not received it yet
+    transfers.grow(LeaseId("a"), 1)  # the source has not yet received the request
     future.run()
     assert source.heard == [LeaseEnded("a", "released")]
     assert sink.heard == [PullFailed(SeqId("a"), "aborted", ())]
 
 
-# ---------------------------------------------------------------- roles
+# ---------------------------------------------------------------- role changes
 
 
 def with_roles(trace, setup, changes, policy=RouterPolicy.SLO):
-    """Runs a trace with role changes of (time, worker, role); returns run and counters."""
+    """Runs a trace with role changes (time, worker, role). Returns the run and its counters."""
     machine = RouterMachine(RouterConfig(policy=policy), estimates=Estimates(PRICES))
     trace, records = with_ids(trace), {}
     cluster = Cluster(trace, in_order(trace.requests), setup, machine, records.__setitem__)

@@ -1,4 +1,4 @@
-"""DistServe's goodput, and summaries of gaps."""
+"""Goodput as DistServe defines it, and summaries of token gaps."""
 
 from array import array
 from itertools import accumulate
@@ -19,7 +19,7 @@ from engine.config import RouterConfig
 from router.machine.machine import RouterMachine
 
 HARDWARE = hardware_named("h200-qwen3-8b")
-# Two answers of one second each, at most one of them at a time.
+# Two answers of one second each; only one of them runs at a time.
 PROMPT_LEN, ANSWER_LEN = 700, 200
 
 
@@ -55,7 +55,7 @@ def test_no_distserve_goodput_without_bounds_or_rate():
 
 
 def record_of(gaps_s):
-    """A request whose tokens are these gaps apart."""
+    """Returns the record of a request with these gaps between its tokens."""
     times_s = array("d", accumulate(gaps_s, initial=1.0))
     return SimulatedRequest(TraceRequest(0.0, 1, len(times_s)), times_s=times_s)
 

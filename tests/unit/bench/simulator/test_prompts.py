@@ -1,4 +1,4 @@
-"""Prompts of a trace: hashes come from ids, and are equal for router and workers."""
+"""Prompts of a trace: hashes are made from ids, and are equal for router and workers."""
 
 import pytest
 from hypothesis import given
@@ -50,7 +50,7 @@ def test_ended_request_is_forgotten():
     assert read(prompts, "a.0", tokens).block_hashes == hash_blocks(tokens, 4)
 
 
-# ---------------------------------------------------------------- tokens that are not written down
+# ---------------------------------------------------------------- prompts without stored tokens
 
 
 @given(st.integers(0, 9), st.integers(0, 9), st.lists(st.integers(1, 4), max_size=4), st.data())

@@ -51,7 +51,7 @@ from router.machine.events import WorkerLost
 from router.machine.machine import RouterMachine
 from router.machine.requests import Finished
 
-SLOW = HardwareProfile(  # prompts are dear and pulls are cheap
+SLOW = HardwareProfile(  # prefill is expensive and pulls are cheap
     name="slow",
     source="made up",
     layout=KVLayout(8, KVFormat.BF16, (KVSection(1, 1, 32),)),
@@ -81,11 +81,11 @@ def busy_trace(num_requests, seed=0):
     return replace(made, requests=tuple(whole))
 
 
-# ---------------------------------------------------------------- one store
+# ---------------------------------------------------------------- a single store
 
 
 class Worker:
-    """A worker with all blocks of some prompts, which answers a store at once."""
+    """A worker with all blocks of some prompts, which answers the store at once."""
 
     def __init__(self, name, transfers, hashes):
         self.worker_id = WorkerId(name)
@@ -148,7 +148,7 @@ class Node:
         self.future.run()
 
     def fill(self):
-        """Lets the store take the prompt from the worker, and then lose the worker."""
+        """Makes the store pull the prompt from the worker, and then removes the worker."""
         events = [BlockStored(self.hashes, None, [], 8, *3 * [None])]
         self.store.follow(self.source.worker_id, events)
         self.settle()
@@ -159,7 +159,10 @@ class Node:
         return [message for message in messages if isinstance(message, kind)]
 
     def pull(self, name="a"):
-        """Asks for the prompt's prefix and pulls it; returns its blocks and the seconds."""
+        """Pulls the offered prefix of the prompt.
+
+        Returns its blocks and the seconds that it took.
+        """
         began_s = self.future.now_s
         message = OfferPrefix(SeqId(name), self.prompt)
         self.store.receive([FromGateway(GatewayId("gateway"), message)])
@@ -198,7 +201,7 @@ def test_disk_is_slower_than_memory_by_its_price():
     num_blocks, from_disk_s = node.pull("b")
     assert num_blocks == 10
     assert node.store.record().counters["offered_blocks:disk"] == 10
-    # The last of ten reads ends after three waves of four, and then one block is pulled.
+    # The last of ten reads ends after three batches of four, and then one block is pulled.
     waves_s = 3 * DISK.fixed_s + (4 + 4 + 2) * 1e-3
     assert from_memory_s + 0.01 < from_disk_s <= waves_s + from_memory_s
 
@@ -255,7 +258,7 @@ def test_store_reports_its_blocks_and_the_price_of_reads():
     assert last.gauges["load_block_s:disk"] == pytest.approx(0.001)
 
 
-# ---------------------------------------------------------------- one tier
+# ---------------------------------------------------------------- a single tier
 
 
 def test_waiting_reads_go_before_waiting_writes_and_few_at_once():
@@ -273,7 +276,7 @@ def test_waiting_reads_go_before_waiting_writes_and_few_at_once():
         tier.submit(WriteBlock(Medium.DISK, block, None, 0, 0))
     tier.submit(LoadBlock(Medium.DISK, blocks[3], 0, 5))
     future.run()
-    # Two writes at once share the channel; the read that waits overtakes the third write.
+    # Two concurrent writes share the channel. The waiting read overtakes the third write.
     assert done == [
         (2.5, BlockWritten(Medium.DISK, blocks[0])),
         (4.5, BlockWritten(Medium.DISK, blocks[1])),
@@ -287,7 +290,7 @@ def test_waiting_reads_go_before_waiting_writes_and_few_at_once():
 
 
 def replaced_at(cluster, at_s):
-    """Plans that all workers are lost then, and that empty ones take their place."""
+    """Plans that all workers are lost at this time, and that empty workers replace them."""
 
     def replace_all(_):
         for worker_id, old in list(cluster._workers.items()):

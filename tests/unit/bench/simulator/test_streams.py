@@ -1,4 +1,4 @@
-"""Simulations that keep no request have the same figures as simulations that do."""
+"""Simulations that keep no request records have the same results as simulations that do."""
 
 from dataclasses import replace
 from itertools import islice

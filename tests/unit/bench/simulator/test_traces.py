@@ -115,7 +115,7 @@ def test_tokens_are_equal_exactly_for_equal_ids(tmp_path):
 def test_infinite_cache_hits_full_blocks_but_never_the_last_token():
     requests = (
         TraceRequest(0.0, 8, 1, (0, 1)),
-        TraceRequest(1.0, 8, 1, (0, 1)),  # its second block holds the token to compute
+        TraceRequest(1.0, 8, 1, (0, 1)),  # the second block contains the token to compute
         TraceRequest(2.0, 9, 1, (0, 1, 2)),
         TraceRequest(3.0, 3, 1, (0,)),
     )

@@ -1,4 +1,4 @@
-"""Recordings, the fit of profiles to them, shared cores, and the comparison."""
+"""Recordings, profiles fitted to recordings, shared cores, and the comparison."""
 
 import asyncio
 from itertools import count
@@ -69,7 +69,7 @@ def request(name: str, prompt, max_tokens: int) -> Request:
 
 
 def handed_over(name: str, at_s: float, tokens: int, *, finish: bool):
-    """Yields the messages of workers on one request, with a token every 10 ms."""
+    """Yields the workers' messages of one request that is handed over, with a token every 10 ms."""
     seq_id = f"{name}.0"
     lease = LeaseRef(seq_id, TransferAddress("p0", "inc", "tcp://nowhere"), 2)
     yield at_s + 0.01, "p0", PrefillStarted(seq_id, 4, lease)
@@ -82,14 +82,15 @@ def handed_over(name: str, at_s: float, tokens: int, *, finish: bool):
 
 
 def told_of_worker(worker: str, message):
-    """Returns the event that the router's shell makes of a message."""
+    """Returns the event that the router's shell makes from a worker's message."""
     if isinstance(message, Tokens):
         return Stepped(worker, [message])
     return FromWorker(worker, message)
 
 
 def recording() -> list[bytes]:
-    """Returns a recording: two answered requests, one abandoned, one that waits for ever."""
+    """Returns a recording of two answered requests, a cancelled one, and one that is never
+    answered."""
     events = [
         (0.5, WorkerJoined(welcome("p0", Role.PREFILL))),
         (0.5, WorkerJoined(welcome("d0", Role.DECODE))),
@@ -150,10 +151,11 @@ def test_a_recording_is_read_as_a_trace(tmp_path):
     assert trace.block_tokens == LAYOUT.block_size
     a, b, left, waits = trace.requests
     assert a == TraceRequest(0.0, 9, 5, a.block_ids)
-    assert a.block_ids[:2] == b.block_ids[:2]  # eight tokens
+    assert a.block_ids[:2] == b.block_ids[:2]  # the first eight tokens are equal
     assert len({*a.block_ids, *b.block_ids, *left.block_ids, *waits.block_ids}) == 3 + 1 + 2 + 1
-    assert (left.arrived_s, left.output_len) == (2.0, 4)  # the tokens that it has received
-    assert waits.output_len == 6  # the tokens that it requested
+    # output tokens received before the cancellation
+    assert (left.arrived_s, left.output_len) == (2.0, 4)
+    assert waits.output_len == 6  # output tokens that were requested
 
 
 def test_broken_recording_is_an_error_with_its_record(tmp_path):
@@ -163,11 +165,11 @@ def test_broken_recording_is_an_error_with_its_record(tmp_path):
         read_trace(path)
 
 
-# ---------------------------------------------------------------- live
+# ---------------------------------------------------------------- live requests
 
 
 class Silent:
-    """A router that answers no request, or fails on one."""
+    """A router that never answers a request, or fails on one."""
 
     def __init__(self, dies_of: str | None = None) -> None:
         self.num_asked = self.num_left = 0
@@ -187,7 +189,7 @@ TWO = Trace("two", 4, (TraceRequest(0.0, 1, 1, (1,)), TraceRequest(0.001, 1, 1, 
 
 
 async def asked_and_left(router: Silent) -> None:
-    """Asks; asserts that no task is left."""
+    """Sends requests, and asserts that no task is left."""
     requests = [request(name, [1], 1) for name in "ab"]
     try:
         await _ask_all(router, requests, TWO, MonotonicClock())
@@ -211,11 +213,11 @@ def test_failure_of_one_request_cancels_the_others():
     assert (router.num_asked, router.num_left) == (2, 1)
 
 
-# ---------------------------------------------------------------- fits
+# ---------------------------------------------------------------- fitted profiles
 
 
 def told_of(*, num_others: int = 0, slower: float = 1.0) -> RecordedRun:
-    """Returns a run at HARDWARE's prices; every other prompt runs beside busy workers."""
+    """Returns a run with the costs of HARDWARE. Every second prompt runs beside busy workers."""
     told = RecordedRun(
         workers={"p0": welcome("p0", Role.PREFILL), "d0": welcome("d0", Role.DECODE)}
     )
@@ -273,7 +275,7 @@ def test_fit_finds_the_costs_of_steps_messages_and_pulls():
 def test_fit_removes_the_effect_of_shared_cores(num_others, slower):
     told = told_of(num_others=num_others, slower=slower)
     told.steps["d0"] = decode_steps(Random(4))
-    after_s = told.attempts["59.0"].done_s + 1  # no other worker is busy then
+    after_s = told.attempts["59.0"].done_s + 1  # no other worker is busy at this time
     for step in told.steps["d0"]:
         step.at_s += after_s
     fitted = fit([told], LIMITS, name="found", cores=2)
@@ -285,7 +287,7 @@ def test_fit_removes_the_effect_of_shared_cores(num_others, slower):
 
 def test_gateway_cpu_is_spread_over_decoding_time():
     told = told_of()
-    after_s = told.attempts["59.0"].done_s + 1  # no other worker is busy then
+    after_s = told.attempts["59.0"].done_s + 1  # no other worker is busy at this time
     for step in told.steps["d0"]:
         step.at_s += after_s
     alone = fit([told], LIMITS, name="found", cores=1).hardware
@@ -318,7 +320,7 @@ def test_recordings_with_too_few_samples_are_refused():
 
 
 class Crowded:
-    """Workers on shared cores, whose steps begin at given times; `ends_s` holds their ends."""
+    """Workers on shared cores whose steps start at given times; `ends_s` has the end times."""
 
     def __init__(self, chances: Chances = NO_CHANCES, **shared: float) -> None:
         self.future = Future()
@@ -327,7 +329,7 @@ class Crowded:
         self.all_ends_s: list[float] = []
 
     def run(self, *steps: tuple[float, str, StepPrice, float]) -> dict[str, float]:
-        """Runs steps of (begin, worker, price, seconds of work)."""
+        """Runs steps of (start, worker, cost, seconds of work)."""
         for step in steps:
             self.future.plan(step[0], Rank.MESSAGE, self._begin, step)
         self.future.run()
@@ -348,7 +350,7 @@ CHUNK, STEP = StepPrice(num_new=9), StepPrice(num_rows=1)
 def test_workers_share_cores_while_there_are_too_few():
     crowded = Crowded(cores=2)
     ends_s = crowded.run((0.0, "a", CHUNK, 1.0), (0.0, "b", STEP, 2.0), (0.5, "c", CHUNK, 1.0))
-    # three on two cores from 0.5 on: a is done first, then the other two have a core each
+    # three on two cores from 0.5 s on: a ends first, then the other two have one core each
     assert ends_s == pytest.approx({"a": 1.25, "c": 1.75, "b": 2.25})
 
 
@@ -363,13 +365,13 @@ def test_shared_cores_do_all_work_without_idling(begins_and_work):
     steps = [(at_s, str(i), CHUNK, work_s) for i, (at_s, work_s) in enumerate(begins_and_work)]
     ends_s = Crowded(cores=2).run(*steps)
     began_s = sorted(at_s for at_s, *_ in steps)
-    # one core until the second comes, both until but one is done, and one again
+    # one core until the second start, two until only one step runs, and then one again
     last, but_one = sorted(ends_s.values(), reverse=True)[:2]
     cores_s = 2 * (but_one - began_s[1]) + (began_s[1] - began_s[0]) + (last - but_one)
     assert cores_s == pytest.approx(sum(seconds for *_, seconds in steps))
 
 
-# ---------------------------------------------------------------- loads and figures
+# ---------------------------------------------------------------- loads and results
 
 
 def test_made_load_has_its_rate_lengths_and_prefixes():
@@ -383,7 +385,7 @@ def test_made_load_has_its_rate_lengths_and_prefixes():
     ]
     assert shapes[0] == shapes[1]
     blocks = [{i for r in t.requests for i in r.block_ids} for t in (trace, again)]
-    assert not blocks[0] & blocks[1]  # nothing of the one is cached for the other
+    assert not blocks[0] & blocks[1]  # no block of one trace can be cached for the other
     firsts = [r.block_ids[0] for r in trace.requests]
     assert 0.15 < sum(firsts.count(i) > 1 for i in firsts) / len(firsts) < 0.35
     for one in trace.requests:
@@ -399,7 +401,7 @@ def test_results_hold_both_figures_and_the_error():
     assert values["validation/1+1/ttft_mean/simulated"] == pytest.approx(2000)
     assert values["validation/1+1/ttft_mean"] == pytest.approx(0.2)
     assert values["validation/1+1/tpot_p99"] == pytest.approx(0.1)
-    # 2 s and 3 s: the one is a third less than the other, which is half as much again
+    # 2 s and 3 s: 2 is a third less than 3, and 3 is half as much again as 2
     assert values["validation/1+1/ttft_mean/spread"] == pytest.approx((1 / 3 + 1 / 2) / 2)
     assert GOALS.bound("validation/1+1/ttft_mean") == 0.10
     assert GOALS.bound("validation/2+2/tpot_p99") == 0.20

@@ -1,4 +1,4 @@
-"""The operator's API, called in the process; and how a command finds the deployment."""
+"""The operator's API, called in this process, and how a command finds the deployment."""
 
 import asyncio
 import io
@@ -54,7 +54,7 @@ class SetClock:
 
 
 class FakeController:
-    """A machine whose effects are ignored."""
+    """A controller with a machine whose effects are ignored."""
 
     def __init__(self, pools: Pools) -> None:
         self.machine = PoolMachine(Intent((Version(pools=pools),)), limits=PoolLimits(4))
@@ -350,7 +350,7 @@ def test_names_are_not_cut_in_a_narrow_terminal():
     assert "…" not in text
 
 
-# ---------------------------------------------------------------- finding a deployment
+# ---------------------------------------------------------------- how a command finds a deployment
 
 ACCESS = AdminAccess("http://127.0.0.1:1", "k", os.getpid(), "http://127.0.0.1:2")
 
@@ -532,7 +532,7 @@ def test_a_wrong_key_is_a_warning(caplog):
 
 @pytest.fixture
 def lines():
-    """The fields of the lines that are logged."""
+    """Collects the fields of the logged lines."""
     found = []
 
     class Keeper(logging.Handler):

@@ -1,4 +1,4 @@
-"""A file's declarations beside what runs, and the orders that carry them out."""
+"""Declarations of a file compared with the running deployment, and the orders that apply them."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from engine.control import NO_WORKERS, Asleep, Intent, Pools, Version
 from engine.errors import ConfigError
 
 STARTED = Config(
-    worker=WorkerConfig(kv_mib=1),  # the version before had this
+    worker=WorkerConfig(kv_mib=1),  # the earlier version had this memory
     router=RouterConfig(slo_ttft_s=1.0),
     gateway=GatewayConfig(processes=2),
     pools=PoolsConfig(prefill=1, decode=1, num_gpus=0.5),

@@ -1,4 +1,4 @@
-"""The page for log lines: what it refuses, and what it answers."""
+"""The page of log lines: the queries that it refuses, and its answers."""
 
 import logging
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.unit.deploy.admin.test_api import FakeController, ask
 
 
 class WithLogs(FakeController):
-    """A controller whose services keep their lines in a folder."""
+    """A controller whose services write log lines into a folder."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(Pools(1, 1))
@@ -59,7 +59,7 @@ def test_lines_after_an_answer_come_once(controller):
     say(controller, "worker-1", "a")
     first = answer(controller, "lines=0")
     say(controller, "worker-1", "b")
-    say(controller, "worker-0", "c")  # its first line
+    say(controller, "worker-0", "c")  # the first line of worker-0
     second = answer(controller, f"after={first.after}")
     assert sorted(messages(second)) == ["b", "c"]
     assert messages(answer(controller, f"after={second.after}")) == []

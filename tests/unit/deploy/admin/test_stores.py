@@ -31,7 +31,7 @@ REPORT = StoreReport(
 
 
 class FakeLink:
-    """A session with a store: it reports, and records the messages to the store."""
+    """A session with a store, which reports its load and records the messages sent to it."""
 
     def __init__(self, report: StoreReport | None) -> None:
         self.fresh_report = report
@@ -45,7 +45,7 @@ class FakeLink:
 
 
 class WithStores(FakeController):
-    """Two versions, each with a store on two nodes; all are connected but one that failed."""
+    """Two versions, each with stores on two nodes. All stores but a failed one are connected."""
 
     def __init__(self) -> None:
         super().__init__(Pools(1, 1))

@@ -1,4 +1,4 @@
-"""GPUs of a machine: found, limited by the environment, and handed out."""
+"""GPUs of a machine: how they are found, limited by the environment, and assigned."""
 
 import pytest
 from hypothesis import given
@@ -28,10 +28,10 @@ def test_the_tools_lines_are_read():
         ("-1", []),
         ("NoDevFiles", []),
         ("2,0", ["2", "0"]),
-        ("0,7,1", ["0"]),  # as CUDA: the first that is none ends the list
+        ("0,7,1", ["0"]),  # like CUDA: the first invalid index ends the list
         ("0,0", ["0"]),
         ("GPU-bb, GPU-a", [B.name, A.name]),
-        ("GPU-", []),  # it means several
+        ("GPU-", []),  # this prefix matches several GPUs
         ("MIG-1/2/0", ["MIG-1/2/0"]),
     ],
 )

@@ -1,4 +1,4 @@
-"""Folders of dead deployments are removed, and what keeps a port there is ended."""
+"""Folders of dead deployments are removed, and processes that still hold their ports are killed."""
 
 import fcntl
 import os
@@ -21,7 +21,7 @@ def parent(tmp_path, monkeypatch) -> Path:
 
 
 def dead(parent: Path) -> Path:
-    """The folder of a deployment that ended without removing it."""
+    """Makes the folder of a deployment that exited without removing it."""
     folder = parent / "baton-dead"
     folder.mkdir()
     (folder / LOCK).touch()
@@ -91,7 +91,7 @@ def test_only_helpers_that_this_process_started_are_ended(tmp_path):
         assert other.poll() is None
     finally:
         for holder in (own, other):
-            holder.communicate()  # which ends standard input, and so all of them
+            holder.communicate()  # closes standard input, which makes all of these processes exit
 
 
 def test_a_link_is_not_followed(parent, tmp_path_factory):

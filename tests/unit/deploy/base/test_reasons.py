@@ -1,4 +1,4 @@
-"""Reasons of failed starts are sentences that say what to do."""
+"""The reasons of failed starts are sentences that name a remedy."""
 
 import errno
 import os

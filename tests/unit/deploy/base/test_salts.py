@@ -1,4 +1,4 @@
-"""The secret that keys hashes of blocks is kept where blocks are kept."""
+"""The secret under which block hashes are computed is stored wherever blocks are stored."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from engine.errors import ConfigError
 def test_without_kept_blocks_there_is_none(tmp_path):
     assert kept_salts(StoreConfig()) is None
     assert kept_salts(StoreConfig(memory_mib=1)) is None
-    assert kept_salts(StoreConfig(salts=str(tmp_path / "s"))) is None  # no store
+    assert kept_salts(StoreConfig(salts=str(tmp_path / "s"))) is None  # no store is configured
     assert not list(tmp_path.iterdir())
 
 

@@ -1,4 +1,4 @@
-"""The table of the slab: a later process finds exactly the blocks that were whole."""
+"""The table of the slab: a later process finds exactly the blocks that were completely written."""
 
 import random
 
@@ -11,7 +11,7 @@ from kvtransfer.memory import SharedMemory
 from kvtransfer.store.disk.format import HEADER_BYTES
 
 BLOCK_BYTES = 4096
-SLAB_BYTES = 64 * 2**10  # 16 slots
+SLAB_BYTES = 64 * 2**10  # room for 16 slots
 IDENTITY = bytes(range(16))
 
 
@@ -48,7 +48,7 @@ def test_blocks_are_found_with_their_parents_the_oldest_first(memory):
     slab.put(BlockId(0), block(2), block(1))
     slab.put(BlockId(1), block(3), block(2))
     slab.clear(block(2))
-    slab.clear(block(9))  # never there
+    slab.clear(block(9))  # a block that was never in the slab
     recovered = opened(memory).recover()
     assert recovered.slot_by_hash() == {block(1): 3, block(3): 1}
     assert recovered.parent_by_hash() == {block(1): None, block(3): block(2)}
@@ -68,7 +68,7 @@ def test_the_order_of_coming_goes_on_over_lives(memory):
 def test_blocks_of_another_model_or_layout_are_not_found(memory, other):
     opened(memory).put(BlockId(0), block(1), None)
     assert not found(opened(memory, **other))
-    assert not found(opened(memory))  # and what was not believed is gone
+    assert not found(opened(memory))  # the refused entries are cleared
 
 
 def test_a_damaged_header_loses_its_block_alone(memory):

@@ -19,7 +19,7 @@ from deploy.commands.chat import (
 
 
 class FakeServer:
-    """Answers each chat with the number of its messages; says no to a temperature above 2."""
+    """Answers each chat with its number of messages; refuses a temperature above 2."""
 
     def __init__(self) -> None:
         self.bodies: list[dict] = []
@@ -47,7 +47,7 @@ def client(server):
 
 
 def talk(client: ChatClient, monkeypatch, *lines: str) -> str:
-    """Returns what is printed for these lines."""
+    """Returns the output for these input lines."""
     left = iter(lines)
 
     def read(_prompt: str = "") -> str:

@@ -1,4 +1,4 @@
-"""`baton config` shows what is in force, and names what is wrong."""
+"""`baton config` prints the effective settings, and names wrong settings."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""`baton doctor` tells what is there, what is used, and what would fail."""
+"""`baton doctor` lists what is installed, what is used, and what would fail."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""Events are the steps of the pools and the planner's decisions, in order and each once."""
+"""`baton events` lists the steps of the pools and the planner's decisions, in order, each once."""
 
 import json
 
@@ -68,7 +68,7 @@ def answer(*messages, after="", **fields):
 
 
 class FakeLogs:
-    """A client whose deployment gives these answers, then ends."""
+    """A client whose deployment gives these answers and then ends the session."""
 
     def __init__(self, *answers):
         self.answers = list(answers)
@@ -89,7 +89,7 @@ class FakeLogs:
 
 @pytest.fixture
 def run(monkeypatch):
-    """Runs the command with a client, and notes how often it paused."""
+    """Runs the command with a client, and counts how often the command paused."""
 
     class Pause:
         num_waits = 0

@@ -1,4 +1,4 @@
-"""`baton keys`: what it prints and what it writes to the file."""
+"""`baton keys`: its output, and what it writes to the keys file."""
 
 from datetime import UTC, datetime, timedelta
 from io import StringIO

@@ -1,4 +1,4 @@
-"""The `baton` command imports some subcommands only when they are asked for."""
+"""The `baton` command imports some subcommands only when they are called."""
 
 import os
 import shutil
@@ -95,7 +95,7 @@ def test_shells_complete_every_command_of_every_group():
 
 
 def completed(line: str) -> set[str]:
-    """The words that a shell would offer for the last one of a line."""
+    """Returns the words that a shell would offer for the last word of a line."""
     environment = {
         "_BATON_COMPLETE": "complete_bash",
         "COMP_WORDS": line,
@@ -109,7 +109,7 @@ def completed(line: str) -> set[str]:
 def test_bash_accepts_the_completion_script():
     program = "import sys; sys.argv = ['baton', '--show-completion', 'bash']\n"
     program += "from deploy.commands.main import main; main()"
-    # Else typer looks for a shell among the parents, and a test runner may have none.
+    # Otherwise typer looks for a shell among the parent processes; a test runner may have none.
     named = os.environ | {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
     shown = [sys.executable, "-c", program]
     script = subprocess.run(

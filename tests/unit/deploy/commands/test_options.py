@@ -1,4 +1,4 @@
-"""Values of options that several subcommands share."""
+"""Option values that several subcommands share."""
 
 from types import SimpleNamespace
 
@@ -26,7 +26,7 @@ def test_what_is_no_length_of_time_is_refused(text):
 
 
 class FakePools:
-    """A client of a deployment that answers, or not, how its pools are."""
+    """A client of a deployment that may or may not answer a question about its pools."""
 
     def __init__(self, failure: Exception | None) -> None:
         self.failure = failure
@@ -53,7 +53,7 @@ class FakePools:
 
 
 def completed(line: str, shell: str) -> str:
-    """Returns what a shell gets for the last word of a line."""
+    """Returns the words that a shell receives for the last word of a line."""
     environment = {
         "_BATON_COMPLETE": f"complete_{shell}",
         "COMP_WORDS": line,

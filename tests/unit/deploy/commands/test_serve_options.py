@@ -1,4 +1,4 @@
-"""Options of `baton serve` whose text means something else than itself."""
+"""Options of `baton serve` whose text is converted to other settings."""
 
 import os
 import sys
@@ -48,11 +48,11 @@ def test_keys_leave_the_command_line_for_the_environment(monkeypatch):
 
 
 class SeenOptions(Exception):
-    """Ends the command where it would read the configuration."""
+    """Stops the command where it would read the configuration."""
 
 
 def settings_of(monkeypatch, *words):
-    """Returns the configuration that these options give."""
+    """Returns the configuration that these options produce."""
     found = {}
 
     def read(path, _, flags):

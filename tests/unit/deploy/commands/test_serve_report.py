@@ -1,4 +1,4 @@
-"""The lines that `baton serve` prints about its workers and gateway once they run."""
+"""The lines that `baton serve` prints about its workers and gateway when they are running."""
 
 from io import StringIO
 from types import SimpleNamespace
@@ -85,7 +85,7 @@ def test_service_manager_is_notified_of_start_and_stop():
     sent = []
     environment = {"NOTIFY_SOCKET": "/run/notify", "HOME": "/"}
     manager = ServiceManager(environment, lambda *datagram: sent.append(datagram))
-    assert environment == {"HOME": "/"}  # children do not inherit it
+    assert environment == {"HOME": "/"}  # child processes do not inherit the variable
     manager.serving("http://127.0.0.1:8000")
     manager.stopping()
     assert sent == [

@@ -1,4 +1,4 @@
-"""`baton store`: its tables, the order to drop, and warming."""
+"""`baton store`: its tables, the order to drop blocks, and warming."""
 
 import json
 
@@ -42,7 +42,7 @@ SILENT = StoreInfo(
 
 
 class FakeAdmin:
-    """A deployment with stores, which keeps the orders it gets."""
+    """A deployment with stores that records the received orders."""
 
     def __init__(self, stores=(STORE,)):
         self._stores = list(stores)
@@ -132,7 +132,7 @@ def test_a_refused_drop_is_an_error(admin):
 
 
 def warm(monkeypatch, tmp_path, *, status=200, text='{"prompt": "a"}\n{"prompt": "b"}\n'):
-    """Runs `warm` against a gateway that answers with this status."""
+    """Runs `warm` with a gateway that answers with this status."""
     usage = {"prompt_tokens": 7}
 
     def handle(request):
@@ -177,7 +177,7 @@ def test_nothing_is_sent_where_nothing_would_be_kept(
     admin, monkeypatch, tmp_path, text, stores, reason
 ):
     admin._stores = stores
-    monkeypatch.setattr(store, "compute", None)  # would fail if it were called
+    monkeypatch.setattr(store, "compute", None)  # a call would fail
     done = warm(monkeypatch, tmp_path, text=text)
     assert reason in str(done.exception)
 

@@ -1,4 +1,4 @@
-"""Answers are tables for people, with whole names in a pipe, or JSON for programs."""
+"""Answers are printed as tables, with whole names in a pipe, or as JSON for programs."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Prompts are computed with bounded concurrency, and stores are waited for."""
+"""Warming computes prompts with bounded concurrency, and waits for stores."""
 
 import threading
 
@@ -48,7 +48,7 @@ def test_concurrency_is_limited():
         with lock:
             running += 1
             most = max(most, running)
-        together.wait(10)  # passes only if four are here at once
+        together.wait(10)  # passes only if four prompts are computed in parallel
         with lock:
             running -= 1
         return answer(request)
@@ -84,7 +84,7 @@ def test_an_error_of_the_file_ends_all():
 
 
 class Waiting:
-    """A clock that pauses move on, and stores that take blocks in."""
+    """A clock that advances with pauses, and stores that accept blocks over time."""
 
     def __init__(self, *, num_new, taken_until_s=0.0, are_connected=True):
         self.time_s, self._num_new = 0.0, num_new

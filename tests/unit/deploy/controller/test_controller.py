@@ -1,4 +1,4 @@
-"""The shell of the pools: another controller takes over, and launchers and sessions fail."""
+"""The shell of the pools: a new controller takes over, and launchers and sessions fail."""
 
 import asyncio
 import threading
@@ -52,7 +52,7 @@ GATEWAY = {"gateway": GatewayReady("http://127.0.0.1:80", "m", 7, "gateway:1")}
 
 
 class SetClock:
-    """A clock that only moves when it is set."""
+    """A clock that advances only when the test sets it."""
 
     at_s = 0.0
 
@@ -65,7 +65,7 @@ class FakeLauncher:
 
     def __init__(self, running) -> None:
         self.services = dict(running)
-        self.errors: list[Exception] = []  # raised by the next calls
+        self.errors: list[Exception] = []  # errors that the next calls raise
         self.stopped: list[tuple[str, bool]] = []
         self.num_places = 4
         self.num_looks = 0
@@ -137,10 +137,10 @@ class World:
         self.controller = PoolController(
             plan, launcher=self.launcher, clock=self.clock, report=self.told.append
         )
-        self.links: dict[str, object] = {}  # by address
+        self.links: dict[str, object] = {}  # sessions by address
 
     def connect(self, *names: str) -> None:
-        """Connects these workers, by default both."""
+        """Connects these workers, by default both workers."""
         for name in names or WORKERS:
             address = WORKERS[name].address
             self.controller._handle(Connected(name, address, ROLES[name], KVFormat.FP32))
@@ -152,7 +152,7 @@ class World:
 
 @pytest.fixture
 def playing(monkeypatch):
-    """Returns a function that makes a world with a controller that finds these services."""
+    """Returns a function that makes a world whose controller finds these running services."""
     monkeypatch.setattr(controller, "WATCH_EVERY_S", 0.01)
     monkeypatch.setattr(services, "RETRY_STOP_EVERY_S", 0.01)
 
@@ -170,7 +170,7 @@ def playing(monkeypatch):
 
 
 class FakeGateway:
-    """The gateway's end of a session. It takes members of a higher version."""
+    """The gateway's side of a session. It accepts members of a higher version."""
 
     def __init__(self, members: Members | None) -> None:
         self.news: list[ControllerReport] = []
@@ -334,7 +334,7 @@ async def test_stopped_worker_is_gone_only_after_its_start_has_ended(playing):
         launcher.may_start.clear()
         world.controller.order(SetPools(Pools(2, 1)))
         world.controller.order(Stop("worker-2"))
-        # The stop is repeated while the start goes on.
+        # The stop is repeated while the start is still running.
         await until(lambda: launcher.stopped.count(("worker-2", True)) > 1)
         assert machine.workers["worker-2"].state is WorkerState.STOPPING
         launcher.may_start.set()
@@ -388,13 +388,13 @@ async def test_places_are_given_up_once_all_found_roles_are_known(playing):
         await world.controller.open()
         looked = world.launcher.num_looks
         await until(lambda: world.launcher.num_looks > looked + 1)
-        assert world.launcher.kept == []  # it is not known yet that worker-1 is wanted
+        assert world.launcher.kept == []  # the controller does not know yet that worker-1 is wanted
         world.connect("worker-0")
         await until(lambda: world.launcher.kept != [])
         assert world.launcher.kept[0] == set(WORKERS)
 
 
-# ---------------------------------------------------------------- the planner
+# ---------------------------------------------------------------- planner
 
 FLOOD = Observation(requests_per_s=9.0, prefill_s_per_s=9.0, queued_s=9.0)
 PLANNED = Config(planner=PlannerConfig(mode=PlannerMode.ON, max_workers=6, grow_after_s=0.0))
@@ -411,7 +411,7 @@ async def test_controller_plans_from_reports_and_asks_for_room(playing, monkeypa
         link = world.links["gateway:1"]
         link.take(encode_control([GatewayReport(None, 1, 2, 0, 0, 0.0, {MAIN_LINE: FLOOD})]))
         await until(lambda: world.launcher.asked_for == [(6, Pools(3, 1))])
-        assert pools.machine.intent.pools == Pools(3, 1)  # there are four places
+        assert pools.machine.intent.pools == Pools(3, 1)  # there is room for only four workers
         assert any(
             line.startswith("planner (on): prefill 1 → 3, room for 6") for line in world.told
         )

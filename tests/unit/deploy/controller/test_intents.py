@@ -1,4 +1,4 @@
-"""Orders of operators survive the controller and the gateways; a failing store stops nothing."""
+"""Operators' orders survive the controller and the gateways. A failing store blocks nothing."""
 
 import asyncio
 import errno
@@ -120,7 +120,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path):
 
 
 class FakeStore:
-    """Holds one record. Fails a given number of times."""
+    """A store of one record that fails a given number of times."""
 
     def __init__(self, record: bytes | None = None, failures: int = 0) -> None:
         self.record = record
@@ -147,7 +147,7 @@ class FakeStore:
 
 
 class KeeperWorld:
-    """A keeper, its store and its messages."""
+    """A keeper of orders, its store and its messages."""
 
     def __init__(self, store: FakeStore) -> None:
         self.told: list[str] = []

@@ -1,4 +1,4 @@
-"""The controller's sessions: how long a gateway's report counts."""
+"""The controller's sessions: how long a gateway's report is valid."""
 
 from deploy.controller.links import FIRST_REPORT_S, REPORT_STALE_S, GatewayLink
 from engine.control import GatewayReport, encode_control
@@ -23,7 +23,7 @@ def test_old_report_is_not_used_for_planning():
     assert link.fresh_report == report
     clock.at_s += REPORT_STALE_S + 0.1
     assert link.fresh_report is None
-    assert link.report == report  # operators still see the last report
+    assert link.report == report  # operators still get the last report
     link.take(encode_control([report]))
     assert link.fresh_report == report
 
@@ -47,4 +47,4 @@ def test_a_silent_gateway_is_reported_within_three_seconds():
     now_s = silence.check(0.0)
     while silence.check(now_s) < GatewayLink.silence_s:
         now_s += BEAT_EVERY_S
-    assert now_s + BEAT_EVERY_S <= 2.5  # the rest is for a machine that is busy
+    assert now_s + BEAT_EVERY_S <= 2.5  # the remaining time is a margin for a busy machine

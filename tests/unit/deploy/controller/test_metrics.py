@@ -23,7 +23,7 @@ from tests.kits.tree.metric_table import store_report
 
 
 def machine_with_workers() -> PoolMachine:
-    """One prefill and one decode worker that serve."""
+    """Returns a machine with one prefill and one decode worker, both serving."""
     machine = PoolMachine(
         Intent((Version(pools=Pools(1, 1)),)), limits=PoolLimits(4), gateways=["gateway"]
     )

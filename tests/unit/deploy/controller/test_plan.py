@@ -1,4 +1,4 @@
-"""The number of gateways, and the options that they are started with."""
+"""The number of gateways, and the options with which they start."""
 
 import msgspec
 import pytest
@@ -125,7 +125,7 @@ def test_gpus_are_counted_over_all_models():
     [
         (KVFormat.FP32, 0, False),
         (KVFormat.BF16, 2, False),
-        (KVFormat.FP32, 2, True),  # the others hold bf16
+        (KVFormat.FP32, 2, True),  # the other workers use bf16
     ],
 )
 def test_planner_needs_the_formats_of_the_device_to_be_equal(decode, num_gpus, is_refused):

@@ -1,4 +1,4 @@
-"""The news that a controller sends to gateways."""
+"""The messages that a controller sends to gateways."""
 
 from deploy.controller.reports import MAX_TEXT, cluster_report
 from deploy.pools.events import Connected, PoolTick, StartWorker, WorkerStarted

@@ -1,4 +1,4 @@
-"""Tasks and threads of the controller: none ends the others."""
+"""Tasks and threads of the controller: the failure of one does not stop the others."""
 
 import asyncio
 import sys

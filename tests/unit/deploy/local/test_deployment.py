@@ -75,7 +75,7 @@ def test_a_draft_is_checked_too(folder, tmp_path):
 
 @pytest.fixture
 def fetched(monkeypatch):
-    """Models that were asked for; a package cannot be had."""
+    """Records requested models; the packaged model cannot be downloaded."""
     asked = []
 
     def fetch(model, **_):

@@ -1,4 +1,4 @@
-"""The launcher of plain processes: a failed start is an error, and no process is left."""
+"""The launcher of local processes: a failed start is an error, and no process is left."""
 
 import os
 import re
@@ -37,7 +37,7 @@ SPEC = GatewaySpec(Members(1, (), Intent()), GatewayConfig(), RouterConfig(), "t
 READY = b'{"url": "http://127.0.0.1:80", "model_name": "m", "pid": 7}'
 FETCHING, FETCHED = (msgspec.json.encode(each).decode() for each in (Fetching(), Fetched()))
 STARTING = msgspec.json.encode(Starting(777.0)).decode()
-MORE_THAN_A_PIPE_BYTES = 2**20  # more than a pipe holds without a reader
+MORE_THAN_A_PIPE_BYTES = 2**20  # more bytes than a pipe buffers without a reader
 
 
 @pytest.fixture
@@ -66,14 +66,14 @@ def test_stop_during_a_start_ends_the_wait(tmp_path, launcher_of):
 
     thread = threading.Thread(target=start)
     thread.start()
-    begun.read_text()  # it runs, and the launcher waits for it
+    begun.read_text()  # the process is running, and the launcher waits for it
     assert launcher.dead() == {}
     assert launcher.running() == {}
     launcher.stop("gateway", by_force=False)
     thread.join(10)
     assert len(said) == 1
-    # A process that is stopped during its start gets no time to end by itself. The stop may come
-    # before the news that the process has begun.
+    # A process that is stopped during its start gets no time to exit by itself. The stop may
+    # precede the message that the process has started.
     ended = r"gateway ended while starting \(exit status (-9|unknown)\)"
     assert re.fullmatch(f"{ended}|gateway was not started: stopped", said[0])
     assert launcher.processes == []
@@ -130,7 +130,8 @@ def test_fetches_and_starts_of_large_models_have_long_deadlines(
     ("script", "shortened", "says"),
     [
         ("read spec; exec sleep 60", "READY", r"gateway did not start in 0\.05 s"),
-        ("exec sleep 60", "READY", r"gateway did not start in 0\.05 s"),  # it reads no spec
+        # the process does not read its spec
+        ("exec sleep 60", "READY", r"gateway did not start in 0\.05 s"),
         (
             f"read spec; echo '{FETCHING}'; exec sleep 60",
             "FETCH",
@@ -147,7 +148,7 @@ def test_silent_process_is_ended_at_its_deadline(script, shortened, says, launch
 
 
 class Exited(Exception):
-    """Stands for the end of the process."""
+    """Signals the exit of the process."""
 
 
 def test_fetch_ends_when_its_launcher_is_gone(monkeypatch):

@@ -1,4 +1,4 @@
-"""The nursery: each child has its own pipes and session, and lives independently of others."""
+"""The nursery: each child has its own pipes and session, and outlives the other children."""
 
 import io
 import logging
@@ -56,7 +56,7 @@ def test_child_has_its_own_pipes_and_session_and_reports_its_status(cats):
     with child_of(cats) as one, child_of(cats) as other:
         one.stdin.write(b"7\nto one\n")
         one.stdin.flush()
-        assert one.stdout.readline() == b"to one\n"  # so the child runs its program by now
+        assert one.stdout.readline() == b"to one\n"  # so the child is running its program
         assert os.getsid(one.pid) == one.pid != os.getsid(0)
         one.hang_up()
         one.wait(SOON_S)
@@ -76,7 +76,8 @@ def test_waiting_for_a_child_has_a_deadline(cats):
 def test_child_inherits_no_descriptor_of_the_nursery_or_its_siblings():
     lists = "print(*os.listdir('/proc/self/fd'), flush=True); sys.stdin.read()"
     with opened(nursery_of(lists)) as nursery, child_of(nursery):
-        assert line_of(nursery).split() == [b"0", b"1", b"2", b"3"]  # the last one is the list
+        # the last descriptor is that of the directory listing
+        assert line_of(nursery).split() == [b"0", b"1", b"2", b"3"]
 
 
 def test_children_draw_different_random_numbers():
@@ -103,12 +104,12 @@ def test_children_outlive_their_nursery_and_a_new_one_is_started(caplog):
     ("end", "has_last_word"),
     [
         ("os.kill(os.getpid(), signal.SIGKILL)", True),
-        ("os._exit(1)", True),  # as a library may, without a word
+        ("os._exit(1)", True),  # like a library that exits without a message
         ("nursery.close(); os._exit(0)", False),
     ],
 )
 def test_nursery_and_children_end_with_their_parent(end, has_last_word):
-    """Standard error ends only when the nursery, which inherited it, has ended too."""
+    """Standard error is closed only after the nursery, which inherited it, has exited too."""
     program = (
         "import os, signal; from tests.kits.nurseries import nursery_of_shells\n"
         "nursery = nursery_of_shells('exec cat')\n"
@@ -123,7 +124,8 @@ def test_nursery_and_children_end_with_their_parent(end, has_last_word):
     ) as asks:
         pidfd = os.pidfd_open(int(asks.stdout.readline()))
         try:
-            _, said = asks.communicate(b"\n", timeout=SOON_S)  # until none holds standard error
+            # returns when no process holds standard error
+            _, said = asks.communicate(b"\n", timeout=SOON_S)
             last_word = f"process {asks.pid}, which ran the deployment, ended without a word"
             assert (last_word in said.decode()) is has_last_word
             assert select.select([pidfd], [], [], SOON_S)[0]

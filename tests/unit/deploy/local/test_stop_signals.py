@@ -23,7 +23,7 @@ def test_a_signal_before_the_start_raises_at_its_begin(signals, number):
     with pytest.raises(StopAsked) as asked:
         signals.interrupt()
     assert asked.value.number == number
-    signal.raise_signal(number)  # the start is being undone
+    signal.raise_signal(number)  # the signal arrives while the start is being undone
     assert signals.wait(0) == number
 
 

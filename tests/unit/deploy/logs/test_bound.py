@@ -1,4 +1,4 @@
-"""Log lines that clients cannot flood, forge or stretch."""
+"""Clients cannot flood the log, forge lines or make lines longer than the bound."""
 
 import io
 import logging
@@ -29,7 +29,7 @@ class Clock:
 
 @pytest.fixture
 def log():
-    """A logger, its clock, and what was written."""
+    """A logger, its clock, and the written text."""
     clock, handler = Clock(), None
     handler = BoundedHandler(clock)
     handler.setStream(io.StringIO())

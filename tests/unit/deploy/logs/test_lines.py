@@ -1,4 +1,4 @@
-"""The contents of a log line: the process and the request, as text and as JSON."""
+"""Contents of a log line: the process and the request, as text and as JSON."""
 
 import asyncio
 import json
@@ -17,10 +17,10 @@ JSON = LogsConfig(format=LogFormat.JSON)
 
 @pytest.fixture(autouse=True)
 def _as_before():
-    """Gives the root logger of the test run its handlers back."""
+    """Restores the root logger's handlers after the test."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
-    root.handlers.clear()  # which a configuration would close
+    root.handlers.clear()  # otherwise a configuration would close these handlers
     yield
     root.handlers[:] = handlers
     root.setLevel(level)
@@ -146,7 +146,7 @@ def test_lines_that_cannot_be_written_are_reported_in_the_log(tmp_path, capsys):
     )
     ACCESS.info("request 1")
     (folder / "access").unlink()
-    folder.rmdir()  # as a full disk does, this makes writing fail
+    folder.rmdir()  # makes writes fail, like a full disk
     ACCESS.info("request 2")
     (told,) = capsys.readouterr().err.splitlines()
     assert "access cannot be written" in told

@@ -1,4 +1,4 @@
-"""Rings of log lines: bounded, kept over restarts, whole lines only; and how they are read."""
+"""Ring files of log lines: bounded, kept over restarts, whole lines only, and readable."""
 
 import json
 import logging
@@ -36,7 +36,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def ring(folder):
-    """Makes rings, and closes them at the end."""
+    """Makes rings, and closes them after the test."""
     made = []
 
     def make(name, **options):
@@ -77,7 +77,8 @@ def test_lines_of_all_services_are_merged_by_time(folder, ring):
     assert texts(read) == ["a", "b", "c", "d"]
     assert [line["message"] for line in merged(read.pieces.values(), 2)] == ["c", "d"]
     assert texts(ask(folder, "gateway")) == ["b", "d"]
-    assert texts(ask(folder, lines=1)) == ["c", "d"]  # two from each; `merged` has the last ones
+    # two lines from each ring; `merged` takes the last of all
+    assert texts(ask(folder, lines=1)) == ["c", "d"]
     assert merged(ask(folder, lines=0).pieces.values(), 0) == []
 
 
@@ -103,7 +104,8 @@ def test_a_flood_keeps_two_files(folder, ring):
     assert sum(file.path.stat().st_size for file in files) <= 20_000
     told = texts(ask(folder, lines=MAX_LINES))
     assert told[-1] == "line 999"
-    assert 50 < len(told) < 250  # a full file and what the next one has: lines differ by the pid
+    # one full file plus part of the next; line lengths depend on the pid
+    assert 50 < len(told) < 250
     assert told == [f"line {1000 - len(told) + i}" for i in range(len(told))]
 
 
@@ -131,7 +133,7 @@ def test_the_next_process_of_a_name_follows_a_torn_line(folder, ring):
     with file.path.open("ab") as torn:
         torn.write(b'{"time": "2026-01-01T00:00:00.000Z", "mess')
     first = ask(folder)
-    assert texts(first) == ["before"]  # the rest may still come
+    assert texts(first) == ["before"]  # the rest of the torn line may still be written
     say(ring("worker-1"), "after")
     assert texts(ask(folder)) == [
         "before",
@@ -144,7 +146,7 @@ def test_the_next_process_of_a_name_follows_a_torn_line(folder, ring):
 def test_following_gets_each_line_once_over_restarts_and_new_files(folder, ring):
     told, places, number = [], {}, 0
     for turn in range(20):
-        writer = ring("worker-1", file_bytes=2000)  # a restart
+        writer = ring("worker-1", file_bytes=2000)  # simulates a restart
         for _ in range(turn % 7):
             say(writer, f"line {number}")
             number += 1
@@ -170,7 +172,7 @@ def test_following_reports_overwritten_lines(folder, ring):
 def test_answers_are_bounded_and_the_rest_follows(folder, ring):
     writer = ring("worker-1", file_bytes=10**9)
     for number in range(6 * READ_BYTES // 5 // 20_000):
-        say(writer, f"{number} " + "\u2028" * 1990)  # 12 kB each
+        say(writer, f"{number} " + "\u2028" * 1990)  # 12 kB per line
     for number in range(300):
         say(writer, f"more {number} " + "\u2028" * 1990)
     places, told = {}, []
@@ -242,7 +244,7 @@ def test_cursors_are_checked():
     places = {"worker-1": RingPosition(3, 17)}
     assert positions_of(cursor_of(places)) == places
     many = {f"decode-{i}@0123456789abcdef": RingPosition(3, i * 7919) for i in range(2000)}
-    assert len(cursor_of(many)) < 30_000  # a URL of the API has 32 KiB
+    assert len(cursor_of(many)) < 30_000  # the API accepts URLs up to 32 KiB
     negative = cursor_of(places | {"x": RingPosition(1, -1)})
     for wrong in ("", "x", "é", "AAAA", cursor_of(places)[:-9], negative):
         with pytest.raises(ConfigError, match="no cursor"):

@@ -1,4 +1,4 @@
-"""KV formats that can exchange KV, and the refusal of formats that cannot."""
+"""KV formats between which KV can be transferred, and formats that are refused."""
 
 from pathlib import Path
 
@@ -41,10 +41,11 @@ def test_decode_workers_use_the_common_kv_format_by_default():
         ((INT8,), True),
         ((FP32, FP32, FP32), True),
         ((INT8, None, INT8), True),
-        ((BF16, FP32), False),  # the transfer loses no bit, but the source computes fewer bits
+        # the transfer loses no bits, but the source computes with fewer bits
+        ((BF16, FP32), False),
         ((FP32, INT8, INT8), False),
         ((INT8, FP32, INT8), False),
-        ((FP32, None, INT8), False),  # handed-over KV was rounded, then widened
+        ((FP32, None, INT8), False),  # KV that is handed over was rounded and then widened
     ],
 )
 def test_pools_are_fluid_only_if_computed_kv_equals_handed_over_kv(formats, allowed):

@@ -1,4 +1,4 @@
-"""Workers whose kernels differ are reported."""
+"""The machine reports workers whose kernels differ."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Settings that an operator changes hold at once, and also for the next controller."""
+"""Settings changed by an operator apply at once, and also in the next controller."""
 
 from deploy.controller.plan import ControllerPlan
 from deploy.pools.events import Overtaken, PoolTick

@@ -1,4 +1,4 @@
-"""The machine of the pools: it converges, and never takes the last worker of a role."""
+"""The pool machine: it converges, and never stops the last worker of a role."""
 
 import random
 from collections import Counter
@@ -58,7 +58,7 @@ def test_gateways_start_although_some_workers_wait_for_nodes():
     world.has_no_place = {"worker-1", "worker-2"}
     world.feed(PoolTick())
     world.run(20)
-    assert not world.machine.has_begun  # no worker decodes
+    assert not world.machine.has_begun  # because no worker decodes
     world.has_no_place = {"worker-2"}
     world.run(40)
     assert world.machine.has_begun
@@ -83,7 +83,7 @@ def test_next_controller_continues_with_the_same_intent():
     before = world.machine.members
     world.replace_controller(before.intent, version=before.version)
     world.run(3)
-    assert world.started == []  # no decision before all roles are known
+    assert world.started == []  # the machine decides nothing until it knows all roles
     world.connect()
     world.settle()
     assert world.started == []
@@ -128,9 +128,9 @@ def test_members_of_an_earlier_controller_get_a_higher_version():
 
 
 def taken_over(world: PoolWorld) -> Members:
-    """Starts another controller, which finds workers of an unknown version and a silent gateway.
+    """Starts a new controller, which finds workers of an unknown version and a silent gateway.
 
-    Returns the members that the gateway was told before.
+    Returns the members that the gateway had received before.
     """
     world.machine.state.intent = Intent((Version("v2", pools=Pools(1, 1)),))
     for worker in world.machine.workers.values():
@@ -243,7 +243,7 @@ def test_pools_converge_to_what_is_wanted_after_any_events(first, script, config
     counts = [sum(p.role is role for p in world.processes.values()) for role in (P, D, M)]
     pools = world.machine.intent.pools
     assert counts == [pools.prefill, pools.decode, pools.mixed]
-    world.run(40)  # longer than any deadline
+    world.run(40)  # longer than every deadline
     assert world.machine.is_settled
 
 

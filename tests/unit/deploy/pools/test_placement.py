@@ -1,4 +1,4 @@
-"""The choice of a node for each worker, and how many workers fit."""
+"""The chosen node of each worker, and the number of workers that fit."""
 
 import pytest
 
@@ -19,12 +19,12 @@ HEAD = {"CPU": 4.0}
 
 
 def nodes(*each: dict[str, float]) -> list[Node]:
-    """Returns nodes named a, b and so on."""
+    """Returns nodes with these resources, named a, b and so on."""
     return [Node(chr(ord("a") + i), f"10.0.0.{i}", has) for i, has in enumerate(each)]
 
 
 def started(placement: NodePlacement, roles: list[Role], there: list[Node]) -> list[str | None]:
-    """Returns the nodes of workers that are placed one after another."""
+    """Returns the nodes on which workers are placed, one after another."""
     places: list[Reservation] = []
     for i, role in enumerate(roles):
         node_id = placement.choose(role, there, places)
@@ -45,9 +45,9 @@ def test_worker_takes_gpus_and_the_resource_of_its_role():
     ("num_gpus", "has", "expected"),
     [
         (1, [2, 2], 4),
-        (2, [3, 3], 2),  # no worker has GPUs on two nodes
+        (2, [3, 3], 2),  # a worker cannot use GPUs of two nodes
         (0.5, [2, 1], 6),
-        (0.4, [2], 4),  # no worker has parts of two GPUs
+        (0.4, [2], 4),  # a worker cannot use parts of two GPUs
         (1, [0], 0),
     ],
 )
@@ -61,7 +61,7 @@ def test_room_follows_each_nodes_gpus(num_gpus, has, expected):
     [
         (NodePlacement(), [{"CPU": 8.0}, {"CPU": 2.0}], 10),
         (NodePlacement(), [{"CPU": 1.0}], 4),
-        (NodePlacement(), [{"CPU": 8.0}, {}], 8),  # no worker goes to a node without resources
+        (NodePlacement(), [{"CPU": 8.0}, {}], 8),  # a node without resources gets no worker
         (BY_ROLE, [HEAD, {"GPU": 4.0, "prefill_node": 1.0}, {"GPU": 4.0, "decode_node": 2.0}], 3),
         (BY_ROLE, [{"GPU": 2.0, "prefill_node": 2.0, "decode_node": 2.0}], 2),
         (NodePlacement(0, "node", "node"), [HEAD, {"CPU": 8.0, "node": 3.0}], 3),
@@ -131,14 +131,15 @@ def test_without_gpus_nodes_with_free_cores_come_first(spread):
 
 
 def decode_nodes(num_workers: int, roles: list[Role], wanted: Pools) -> list[float]:
-    """Returns the decode resource of each requested bundle."""
+    """Returns the amount of the decode resource in each requested bundle."""
     return [b.get("decode_node", 0) for b in BY_ROLE.bundles(num_workers, roles, wanted)]
 
 
 def test_requested_nodes_match_the_missing_roles():
     assert decode_nodes(6, [P, P, P, P, D], Pools(3, 3)) == [0, 0, 0, 0, 1, 1]
     assert decode_nodes(3, [], Pools(0, 3)) == [1, 1, 1]
-    assert decode_nodes(6, [P, D, D], Pools(1, 2)) == [0, 1, 1, 0, 1, 1]  # as there
+    # the same order of roles as above
+    assert decode_nodes(6, [P, D, D], Pools(1, 2)) == [0, 1, 1, 0, 1, 1]
     assert decode_nodes(2, [P, P, D], Pools(2, 1)) == [0, 0]
     assert decode_nodes(0, [P, D], Pools()) == []
     assert BY_ROLE.bundles(1, [], Pools(1, 0)) == [{"GPU": 1, "prefill_node": 1}]
@@ -155,7 +156,8 @@ def test_worker_without_room_takes_a_place_of_another_role():
     assert BY_ROLE.stand_in(D, there, full) is P
     full.append(Reservation("d1", P, "a", BY_ROLE.needs(P)))
     assert BY_ROLE.stand_in(D, there, full) is BY_ROLE.stand_in(P, there, full) is None
-    assert NodePlacement(1).stand_in(D, nodes({"GPU": 1.0}), []) is None  # there are no others
+    # no other worker can stand in
+    assert NodePlacement(1).stand_in(D, nodes({"GPU": 1.0}), []) is None
 
 
 def test_first_workers_must_all_fit():

@@ -1,4 +1,4 @@
-"""The planner on live pools: its input, and the orders that follow from its proposals."""
+"""The planner on live pools: its observations, and the orders that follow from its plans."""
 
 from dataclasses import replace
 
@@ -45,7 +45,7 @@ RULES = PlannerRules(ttft_s=2.0, tpot_s=0.03)
 
 
 class World:
-    """A machine whose effects happen at once, and a planner of its pools."""
+    """A machine whose effects are carried out at once, and a planner of its pools."""
 
     def __init__(self, pools, rules=RULES, max_workers=8, mode=PlannerMode.ON, **more):
         self.machine = PoolMachine(
@@ -58,12 +58,12 @@ class World:
         self.rest()
 
     def rest(self):
-        """Runs until a planner that is on has seen these pools for a minute."""
+        """Runs until an active planner has observed these pools for a minute."""
         self.tick()
         self.now_s += 60.0
 
     def feed(self, event):
-        """Handles an event, and carries out its effects at once."""
+        """Handles an event and carries out its effects at once."""
         for effect in self.machine.handle(event, self.now_s):
             match effect:
                 case StartWorker(name, role, start) if self.obeys:
@@ -73,7 +73,10 @@ class World:
                     self.feed(RoleSeen(name, name, role))
 
     def tick(self, *seen, seconds=1):
-        """Feeds a report of each gateway, None if silent, for some seconds. Returns a decision."""
+        """For some seconds, feeds a report of each gateway; None means silence.
+
+        Returns a decision.
+        """
         reports = [
             None if one is None else GatewayReport(None, 1, 2, 0, 0, 0.0, {MAIN_LINE: one})
             for one in seen
@@ -95,7 +98,7 @@ class World:
         return self.machine.intent.pools
 
 
-# ---------------------------------------------------------------- orders from proposals
+# ---------------------------------------------------------------- orders from plans
 
 
 def test_changing_load_flips_workers_there_and_back():
@@ -105,7 +108,7 @@ def test_changing_load_flips_workers_there_and_back():
     assert first.outcome is DecisionOutcome.DONE
     assert world.wanted == Pools(3, 1)
     assert [w.role for w in world.machine.workers.values()].count(Role.PREFILL) == 3
-    assert world.tick(WRITING, seconds=14) is None  # it cools down
+    assert world.tick(WRITING, seconds=14) is None  # the planner is in its cool-down
     last = world.tick(WRITING, seconds=3)
     assert last.after.decode > 1
     assert world.planning.decisions[0] == first
@@ -137,7 +140,7 @@ def test_planner_that_is_off_says_nothing_and_forgets():
     world.tick(WRITING, seconds=60)
     assert world.wanted == Pools(3, 1)
     world.feed(SetPlanner(PlannerMode.ON))
-    assert world.tick(WRITING, seconds=15) is None  # earlier orders are not known
+    assert world.tick(WRITING, seconds=15) is None  # the planner does not know earlier orders
     assert world.tick(WRITING).after == Pools(2, 2)
 
 
@@ -167,7 +170,7 @@ def test_operators_order_is_not_taken_back_at_once():
     assert world.tick(READING) is None
 
 
-# ---------------------------------------------------------------- input
+# ---------------------------------------------------------------- observations
 
 
 def test_reports_add_up_and_a_silent_gateway_pauses_the_planner():
@@ -224,12 +227,12 @@ def test_planner_pauses_during_an_update_and_starts_fresh():
     assert world.tick(READING) is None
     assert "several versions" in world.planning.reasons[0]
     world.machine.state.intent = alone
-    assert world.tick(READING, seconds=15) is None  # earlier orders are not known
+    assert world.tick(READING, seconds=15) is None  # the planner does not know earlier orders
     assert world.tick(READING).after == Pools(3, 1)
 
 
 def with_small(**options) -> World:
-    """Returns a world with a model beside the main one. Both have been observed for a minute."""
+    """Returns a world with a second model. Both models have been observed for a minute."""
     world = World(Pools(2, 2), **options)
     intent = world.machine.intent
     small = model_version("small", Pools(2, 2))
@@ -281,7 +284,7 @@ def test_memory_and_slots_are_taken_from_the_workers():
     world = World(Pools(3, 1), with_rules(RULES, tpot_s=None))
     decision = world.tick(replace(WRITING, num_decoding=128))
     assert decision.after == Pools(2, 2)
-    assert "decode needs 2.0 of 1" in decision.reasons[1]  # 64 in each
+    assert "decode needs 2.0 of 1" in decision.reasons[1]  # 64 sequences in each worker
 
 
 # ---------------------------------------------------------------- nodes
@@ -343,8 +346,8 @@ def test_room_is_given_back_once_planning_ends(order):
     [
         (PlannerMode.OFF, GROWING, 0),
         (PlannerMode.DRY_RUN, GROWING, 0),
-        (PlannerMode.ON, GROWING, None),  # until the first decision
-        (PlannerMode.OFF, RULES, None),  # no controller ever asks
+        (PlannerMode.ON, GROWING, None),  # the room is kept until the first decision
+        (PlannerMode.OFF, RULES, None),  # a controller with fixed room never requests nodes
     ],
 )
 def test_room_of_an_earlier_controller_is_given_back_without_a_planner(mode, rules, room_for):
@@ -361,7 +364,7 @@ def test_room_is_not_asked_for_beyond_max_workers():
     capped.feed(Drain("worker-3"))
     for each in (world, capped):
         each.tick(replace(READING, prefill_s_per_s=9.0), seconds=10)
-    assert world.planning.room_for == 8  # 6 of both pools, a mixed one, a drained one
+    assert world.planning.room_for == 8  # 6 workers of both pools, a mixed worker, a drained worker
     assert capped.planning.room_for == 6
 
 

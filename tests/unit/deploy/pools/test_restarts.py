@@ -1,4 +1,4 @@
-"""Services that end are started again, later each time."""
+"""Services that exit are restarted, after longer and longer pauses."""
 
 from itertools import pairwise
 
@@ -10,7 +10,7 @@ HOUR_S = 3600
 
 
 class Tries:
-    """A service that is started when due; looks once a second, from 0 on."""
+    """A service that starts when a restart is due; checked once a second from second 0."""
 
     def __init__(self) -> None:
         self.restarts = Restarts()
@@ -86,7 +86,7 @@ def test_all_ends_are_counted_until_a_service_is_forgotten():
     for at_s in (0.0, 100.0):
         restarts.failed("a", at_s)
         restarts.started("a", at_s)
-    assert restarts.num_failed("a") == 1  # after a long run, it is the first again
+    assert restarts.num_failed("a") == 1  # after a long run, a failure counts as the first
     assert restarts.num_ends("a") == 2
     restarts.remove("a")
     assert restarts.num_ends("a") == 0

@@ -1,4 +1,4 @@
-"""Stores of KV: one for each version on each node, and nothing waits for them."""
+"""KV stores: one per version and node; no start waits for a store."""
 
 from msgspec.structs import replace
 

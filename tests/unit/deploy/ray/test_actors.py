@@ -1,4 +1,4 @@
-"""The launcher of Ray actors, with a fake Ray: failed starts, ends, and what is left."""
+"""The launcher of Ray actors, with a fake Ray: failed starts, exits, and leftover actors."""
 
 import importlib
 import sys
@@ -21,9 +21,9 @@ from engine.messages import Role, WorkerId
 SPEC = GatewaySpec(Members(1, (), Intent()), GatewayConfig(), RouterConfig(), "token")
 SETTINGS = resolve(WorkerConfig(), DeviceKind.CPU)
 READY = b'{"url": "http://127.0.0.1:80", "model_name": "m", "pid": 7}'
-LONG_S = 2 * READY_TIMEOUT_S  # that a large model may take
+LONG_S = 2 * READY_TIMEOUT_S  # seconds; a large model may take this long to start
 USE_RAY = tuple(f"deploy.ray.{name}" for name in ("actors", "launcher", "controller", "places"))
-PARTS_OF_RAY: dict[str, dict[str, object]] = {  # none reserves anything
+PARTS_OF_RAY: dict[str, dict[str, object]] = {  # parts of Ray that reserve no resources
     "ray.autoscaler.sdk": {"request_resources": lambda *, bundles: None},
     "ray.util.scheduling_strategies": {
         "NodeAffinitySchedulingStrategy": None,
@@ -52,22 +52,23 @@ class RayTaskError(RayError):
 
 
 class ActorUnavailableError(RayError):
-    """Ray's error for an actor that cannot be reached now."""
+    """Ray's error for an actor that is temporarily unreachable."""
 
 
 class ActorDiedError(RayError):
-    """Ray's error for an actor that has ended."""
+    """Ray's error for an actor that has exited."""
 
 
 class FakeActor:
-    """An actor with a fixed answer, which is raised if it is an error."""
+    """An actor with a fixed answer. If the answer is an error, the actor raises it."""
 
     def __init__(self, answer: object) -> None:
         self.start = SimpleNamespace(remote=lambda: answer)
         self.fetch = SimpleNamespace(remote=lambda: "")
         self.limit_s = SimpleNamespace(remote=lambda: LONG_S)
         self.ping = SimpleNamespace(remote=lambda: self.pongs.pop(0) if self.pongs else self.pong)
-        self.pongs: list[RayError | None] = [None]  # the first answers: the actor was made
+        # the first ping succeeds, because the actor was created
+        self.pongs: list[RayError | None] = [None]
         self.pong: RayError = RayError("the actor died.")
         self.described: object = ("gateway", READY)
         self.describe = SimpleNamespace(remote=lambda: self.described)
@@ -77,7 +78,7 @@ class FakeActor:
 
 
 class FakeRay(ModuleType):
-    """The part of Ray that the launcher uses."""
+    """The part of Ray's API that the launcher uses."""
 
     def __init__(self) -> None:
         super().__init__("ray")
@@ -89,7 +90,7 @@ class FakeRay(ModuleType):
         )
         self.util = SimpleNamespace(list_named_actors=self._list_named_actors)
         self.answer: object = (READY, "")
-        self.made: RayError | None = None  # raised in place of making an actor
+        self.made: RayError | None = None  # error raised instead of creating an actor
         self.timeouts: list[float] = []
         self.names: dict[str, FakeActor] = {}
         self.waits: list[tuple[int, float]] = []
@@ -180,7 +181,7 @@ def test_ray_gives_each_worker_its_gpus(fake_ray, launcher, num_gpus):
 
 
 class FakeOwnRay:
-    """A Ray whose session is replaced at each opening; its raylet may be dead."""
+    """A Ray whose session changes at each opening. Its raylet may be dead."""
 
     num_gcs_restarts = 0
 
@@ -188,7 +189,7 @@ class FakeOwnRay:
         self.session = 0
         self.raylet_runs = True
         self.failures = failures
-        self.threads: set[threading.Thread] = set()  # that opened and closed it
+        self.threads: set[threading.Thread] = set()  # threads that opened and closed this Ray
 
     def open(self) -> None:
         self.threads.add(threading.current_thread())
@@ -240,7 +241,7 @@ def test_one_thread_that_is_not_the_main_one_opens_and_closes_every_ray(
         threads.submit(launcher.dead).result()
     assert own_ray.session == 2
     launcher.close()
-    launcher.close()  # a start that is undone closes it twice
+    launcher.close()  # undoing a start closes the launcher a second time
     [thread] = own_ray.threads
     assert thread is not threading.main_thread()
 
@@ -295,7 +296,7 @@ class Steps:
 
 @pytest.fixture
 def find_controller(fake_ray, monkeypatch):
-    """Returns `find_controller` with a controller that gives these answers, one each 100 s."""
+    """Returns `find_controller` for a controller that gives these answers, one every 100 s."""
 
     def find(answers: list[object]) -> tuple[str, int]:
         ray_controller = importlib.import_module("deploy.ray.controller")
@@ -327,7 +328,7 @@ def test_taken_actor_name_is_a_typed_error(fake_ray, launcher):
     fake_ray.names["gateway"] = FakeActor(None)
     with pytest.raises(ConfigError, match="already taken"):
         launcher.start(SPEC)
-    assert list(fake_ray.names) == ["gateway"]  # another owner's actor stays
+    assert list(fake_ray.names) == ["gateway"]  # an actor of another owner remains
 
 
 def test_ended_actor_is_reported_once_and_frees_its_name(fake_ray, launcher):
@@ -361,7 +362,8 @@ def test_leftovers_are_ended_without_a_controller(fake_ray):
     fake_ray.names["late"].described = RayError("it does not answer")
     ray_controller.stop_deployment()
     assert fake_ray.names == {}
-    assert [num_returns for num_returns, _ in fake_ray.waits] == [2]  # both at the same time
+    # waits for both actors at the same time
+    assert [num_returns for num_returns, _ in fake_ray.waits] == [2]
     with pytest.raises(ConfigError, match="no deployment runs"):
         ray_controller.stop_deployment()
 

@@ -1,4 +1,4 @@
-"""The keeper finds the GCS and its session, and restarts it only while Ray runs."""
+"""The keeper finds the GCS and its session, and restarts the GCS only while Ray is running."""
 
 import os
 import subprocess
@@ -101,7 +101,7 @@ def test_keeper_stops_while_the_gcs_runs():
     thread.join(5)
     assert not thread.is_alive()
     keeper.end_gcs()
-    assert gcs.poll() is None  # it is not the keeper's
+    assert gcs.poll() is None  # the keeper did not start this process
     gcs.kill()
     gcs.wait()
 

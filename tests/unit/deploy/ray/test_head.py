@@ -1,4 +1,4 @@
-"""`baton up` on a deployment that runs: what differs is ordered until nothing else can be."""
+"""`baton up` on a running deployment orders each difference until no further order helps."""
 
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ PORT = Difference("gateway.port", 1, 2, RESTART)
 
 
 class FakeController:
-    """Carries out the first difference with each order, unless it refuses it silently."""
+    """Applies the first difference with each order, or silently ignores the order."""
 
     def __init__(self, *found: Difference, obeys: bool = True) -> None:
         self.found = list(found)
@@ -33,7 +33,7 @@ class FakeController:
 
 
 def carried_out(monkeypatch, controller: FakeController) -> tuple[list[str], list[str]]:
-    """Returns the keys that differed, and the keys that still do."""
+    """Returns the keys that differed before, and the keys that still differ."""
     monkeypatch.setattr(head, "controller_differences", controller.differences)
     monkeypatch.setattr(head, "controller_declare", controller.declare)
     monkeypatch.setattr(head, "_status", lambda **found: SimpleNamespace(**found))

@@ -1,4 +1,4 @@
-"""Orders in Ray's table of keys and values; here the table is a dictionary."""
+"""Orders in Ray's key-value table, for which the test uses a dictionary."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The environment set for Ray before its import, and the removal of keys from it."""
+"""The environment set for Ray before its import, and variables removed from it."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""`baton.yaml`, the order of the steps of `up` and `down`, and the answers of a cluster."""
+"""`baton.yaml`, the sequence of steps of `up` and `down`, and a cluster's answers."""
 
 from pathlib import Path
 
@@ -185,7 +185,7 @@ auth: {ssh_user: me}
 
 @pytest.fixture
 def ray_up(tmp_path, monkeypatch) -> RayUp:
-    """A cluster of one own machine whose head does not answer."""
+    """A cluster of one machine of the user, whose head does not answer."""
     file = tmp_path / "one.yaml"
     file.write_text(ONE_MACHINE)
     monkeypatch.setattr(up, "_ray", lambda *_, **__: "no route")
@@ -195,7 +195,7 @@ def ray_up(tmp_path, monkeypatch) -> RayUp:
 @pytest.mark.parametrize("what", ["process 7: raylet", "cannot be searched: no route"])
 def test_cluster_that_may_still_run_is_not_made_again(ray_up, monkeypatch, what):
     monkeypatch.setattr(cluster_nodes, "_ask", lambda _, node, script: [LeftProcess(node, what)])
-    assert not ray_up.is_up()  # nothing was ever seen of it
+    assert not ray_up.is_up()  # the head has never answered
     ray_up._write_note("session_1")
     with pytest.raises(ConfigError, match=f"no answer: no route, .*{what}.* `baton down` first"):
         ray_up.is_up()

@@ -1,4 +1,4 @@
-"""Services: which of them fetch a model, and deadlines of their start."""
+"""Services: which services download a model, and the deadlines of their starts."""
 
 import asyncio
 import sys
@@ -70,7 +70,7 @@ def test_a_loop_that_ends_by_itself_ends_the_process(monkeypatch):
 def test_a_large_model_may_take_long_to_start(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with (tmp_path / "model.safetensors").open("wb") as file:
-        file.truncate(int(1000 * SLOWEST_BYTES_PER_S))  # a hole in the file: it takes no room
+        file.truncate(int(1000 * SLOWEST_BYTES_PER_S))  # a sparse file, which needs no disk space
     who = (WorkerId("w"), Role.PREFILL, str(tmp_path), SETTINGS, "token")
     spec = WorkerSpec(*who, threads=1)
     assert start_limit_s(spec) == pytest.approx(READY_TIMEOUT_S + 1000, abs=0.01)

@@ -129,7 +129,7 @@ def deployment() -> FakeDeployment:
 
 
 async def until(pilot: Pilot[None], holds: Callable[[], bool]) -> None:
-    """Waits for the threads that ask."""
+    """Waits for the threads that send requests."""
     async with asyncio.timeout(WITHIN_S):
         while not holds():
             await pilot.pause(0.01)

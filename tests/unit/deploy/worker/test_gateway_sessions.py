@@ -1,4 +1,4 @@
-"""A session goes on while a grammar is compiled, and each sequence's messages stay in order."""
+"""A session continues while a grammar compiles, and each sequence's messages keep their order."""
 
 import asyncio
 import threading
@@ -37,7 +37,7 @@ def asked(seq, grammar=None, *, tokens=(1, 2), prompt_len=2):
 
 
 class HeldGuides:
-    """Opens a slow grammar once it is released."""
+    """Opens the slow grammar only after the test has released it."""
 
     def __init__(self):
         self.go = threading.Event()

@@ -56,7 +56,7 @@ def host(role: Role, counters: dict[str, float] | None = None, **config: object)
 
 
 def step(core: WorkerCore) -> list[tuple[str, int]]:
-    """Runs one step; returns the number of tokens of each sequence in it."""
+    """Runs one step. Returns the number of tokens in the step, by sequence."""
     plan, _ = core.plan(0.0)
     results = [RowResult((1,) if row.sampling is not None else ()) for row in plan.rows]
     core.finish(BatchResult(results), 0.0)
@@ -133,31 +133,31 @@ def test_an_idle_worker_looks_for_leaks_once_until_something_happens():
     assert len(looks) == 1
     worker._inbox.put(GatewayLost(GatewayId("g")))
     worker._handle_events(0.0)
-    worker._handle_events(None)  # as between steps
+    worker._handle_events(None)  # like the call between two steps
     assert len(looks) == 1
     worker._handle_events(0.0)
     assert len(looks) == 2
 
 
-# ---------------------------------------------------------------- the asyncio thread
+# ---------------------------------------------------------------- asyncio thread
 
 
 async def test_failed_watch_ends_the_worker(monkeypatch):
-    """Otherwise no part would notice a step that hangs."""
+    """Otherwise no code would notice a hanging step."""
     crashes: list[BaseException] = []
     monkeypatch.setattr(worker_host, "REPORT_EVERY_S", 0.0)
 
     worker = host(Role.MIXED)
     worker._on_crash, worker._loop = crashes.append, asyncio.get_running_loop()
     worker._watch = StepWatch(None, 0.0)
-    worker._clock = None  # which fails as a bug would
+    worker._clock = None  # the watch then fails as if it had a bug
     async with asyncio.timeout(5):
         await worker._watch_steps()
     assert [type(crash) for crash in crashes] == [AttributeError]
 
 
 class FakeGateway:
-    """The line of a gateway that says hello, and reads nothing once it `stalls`."""
+    """A gateway's connection that says hello, and reads nothing once it `stalls`."""
 
     def __init__(self) -> None:
         self.num_unsent_bytes = 0
@@ -188,7 +188,7 @@ class FakeGateway:
 
 
 async def test_cut_off_gateway_reconnects_after_its_sequences_are_cancelled():
-    """An earlier new session would be cancelled together with the old sequences."""
+    """A new session before the cancellation would be cancelled together with the old sequences."""
 
     worker = host(Role.MIXED)
     worker._events = None

@@ -19,7 +19,7 @@ from deploy.worker.memory import (
 from engine.errors import ConfigError
 
 MIB, GIB = 2**20, 2**30
-LLAMA_1B = 16 * 2 * 8 * 64 * 4 * 16  # bytes of a block of 16 tokens in fp32: 1 MiB
+LLAMA_1B = 16 * 2 * 8 * 64 * 4 * 16  # bytes of a block of 16 tokens in fp32 (1 MiB)
 
 
 def sized(available: int, *, workers: int = 2, weights: int = 0, context_blocks: int = 8192) -> int:
@@ -118,7 +118,7 @@ H200 = 141 * GIB
 
 
 def on_gpu(*, weights: int = 16 * GIB, others: int = 0, peak: int = 2 * GIB, **more) -> int:
-    """The KV of a worker that has loaded its weights, beside other programs."""
+    """Returns the KV memory of a worker with loaded weights, beside other programs on the GPU."""
     numbers = {"fraction": 0.9, "part": 1.0, "block_bytes": 2 * MIB, **more}
     return device_kv_bytes(
         free_bytes=H200 - weights - CONTEXT_BYTES - others,

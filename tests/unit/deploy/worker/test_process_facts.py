@@ -1,4 +1,4 @@
-"""The resources of the machine that a worker's process uses."""
+"""The machine's resources that a worker process uses."""
 
 from deploy.worker.process_facts import cpu_s, process_gauges
 from router.gateway.metrics.workers import GAUGE_TEXTS

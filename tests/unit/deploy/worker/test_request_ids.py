@@ -1,4 +1,4 @@
-"""A worker's log lines have the ids of the request that they are about."""
+"""A worker's log lines contain the id of the request that they concern."""
 
 import asyncio
 import logging
@@ -17,7 +17,7 @@ SEQ_ID = SeqId("cmpl-1.0")
 
 @pytest.fixture
 def lines():
-    """The lines that are logged, with their requests."""
+    """Collects the logged lines with their request ids."""
     found = []
 
     class Keeper(logging.Handler):
@@ -66,7 +66,7 @@ def test_lines_of_a_sequence_have_its_ids_from_its_start_to_its_failure(lines):
     asyncio.run(receive())
     worker._on_transfer(PullFailed(SEQ_ID, "lease was lost"))
     worker._on_transfer(PullDone(SEQ_ID, "shm"))
-    worker._on_transfer(PullFailed(SEQ_ID, ABORTED))  # as its gateway wished
+    worker._on_transfer(PullFailed(SEQ_ID, ABORTED))  # because its gateway cancelled it
     assert lines == [
         ("takes a sequence: generate, 3 tokens", "cmpl-1 mine"),
         ("a pull of KV failed: lease was lost", "cmpl-1 mine"),

@@ -1,4 +1,4 @@
-"""The figures of `bench fluid` from runs that were never made."""
+"""The results of `bench fluid`, computed from made-up runs."""
 
 import pytest
 
@@ -19,7 +19,7 @@ from tests.kits.answers import answer_at
 
 
 def mix_run(deployment, per_s, *, repeat=0, mix="64+256", **rest):
-    """A window of ten seconds; all chunks of an answer are near each other."""
+    """Returns a run with a window of ten seconds. All chunks of an answer are close together."""
     every_s = 1 / per_s
     answers = [
         answer_at([i * every_s + j * 1e-3 for j in range(1, 5)], sent_s=i * every_s)
@@ -58,7 +58,7 @@ def test_latencies_are_those_of_requests_sent_in_the_window():
     found = by_name([run])
     assert found["ttft_p50/m/fluid"].value == pytest.approx(500)
     assert found["tpot_p50/m/fluid"].value == pytest.approx(150)
-    assert found["itl_p99/m/fluid"].value > 3000  # the early one's gap is in the window
+    assert found["itl_p99/m/fluid"].value > 3000  # the gap of the early answer is inside the window
     assert found["requests/m/fluid"].value == pytest.approx(0.2)
     assert "busy_least/m/fluid" not in found
 

@@ -11,7 +11,7 @@ from bench.lab.kv.study import KvStudy
 from engine.errors import ConfigError
 from kvtransfer.records import plan_pieces
 
-FEW = settings(max_examples=20)  # a unit test has 50 ms
+FEW = settings(max_examples=20)  # a unit test may take 50 ms
 STUDY = KvStudy(backends="shm,zmq")
 PULLS = STUDY.pulls
 

@@ -1,4 +1,4 @@
-"""How `bench kv` drives its movers: with fakes in this process, that move bytes in a dict."""
+"""`bench kv` drives its movers: here fakes in this process, which move bytes in a dictionary."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,11 +17,11 @@ MOVERS = ("shm", "zmq", "nixl", "memcpy", "tcp", "bare_nixl")
 
 @dataclass
 class FakeEnd:
-    """Stands for one process; both ends of a mover share `moved`."""
+    """Stands in for one process. Both ends of a mover share `moved`."""
 
     name: str
     fault: str = ""
-    moved: dict = field(default_factory=dict)  # block of the sink: block of the source
+    moved: dict = field(default_factory=dict)  # sink's block to source's block
     session = None
     is_open = False
     num_pulls = 0
@@ -70,7 +70,7 @@ class FakeEnd:
 
 
 def fakes(monkeypatch, **faults):
-    """Returns fake movers, with faults by name, and the ends that they will make."""
+    """Returns fake movers, some with faults, and a list of the ends that they will create."""
     made = []
 
     def fake(name):
@@ -115,7 +115,7 @@ def test_failed_mover_is_reported_and_the_others_continue(monkeypatch, fault, re
     measured = measure(movers)
     assert [(missing.name, missing.reason) for missing in measured.missing] == [("nixl", reason)]
     assert set(measured.movers) == {"shm", "zmq", "memcpy", "tcp", "bare_nixl"}
-    assert "nixl" not in measured.movers  # nor what it did before it failed
+    assert "nixl" not in measured.movers  # its results before the failure are dropped too
     assert not any(end.is_open for end in made)
 
 
@@ -131,7 +131,7 @@ def test_only_peers_run_in_another_python(monkeypatch, tmp_path):
     peers = {"mooncake": tmp_path / "python"}
     monkeypatch.setenv("PYTHONPATH", "ours")
     ours, theirs = mover_of("zmq", peers), mover_of("mooncake", peers)
-    assert ours.sink._environment is None  # inherited
+    assert ours.sink._environment is None  # inherits this process's environment
     assert "PYTHONPATH" not in theirs.sink._environment
     assert theirs.sink._command[0] == str(tmp_path / "python")
     assert len(ours.processes) == 2
@@ -146,4 +146,4 @@ def test_bare_nixl_runs_in_the_python_that_has_nixl(monkeypatch, tmp_path):
     assert mover_of("bare_nixl", elsewhere).sink._command[0] == str(tmp_path / "python")
 
 
-# Memory and buffers
+# Memory and buffers of the movers.

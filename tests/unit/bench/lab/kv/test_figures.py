@@ -1,4 +1,4 @@
-"""The figures of `bench kv` from times that were never measured."""
+"""The results of `bench kv`, computed from made-up times."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from bench.lab.kv.contest import Handoffs, KvMeasured, TimeKey, results, warning
 CASES = KvPulls((64 * KIB,), 3).cases
 MOVERS = ("shm", "zmq", "memcpy", "tcp")
 BESIDE = {"shm": ["mooncake"], "zmq": ["mooncake"]}
-SECONDS = {  # for 64 MiB: 1/16 s is one GiB/s
+SECONDS = {  # seconds for 64 MiB: 1/16 s is one GiB/s
     ("shm", ""): (1 / 32, 1 / 64, 1 / 48),
     ("zmq", ""): (1 / 16, 1 / 8, 1 / 16),
     ("memcpy", "c"): (1 / 64, 1 / 64, 1 / 80),
@@ -57,7 +57,7 @@ def test_backend_has_its_limit_and_all_peers():
     shm = by_name()["shm/64KiB"]
     assert shm.runs == pytest.approx((2, 4, 3))
     assert (shm.value, shm.unit) == (pytest.approx(3), "GiB/s")
-    assert shm.limit == pytest.approx(4)  # the limit is the way in C, whose median is better
+    assert shm.limit == pytest.approx(4)  # the limit is the C copy, whose median is higher
     assert shm.of_limit == pytest.approx(0.75)
     assert shm.peers == {"mooncake": Peer(pytest.approx(0.5), pytest.approx(6))}
     zmq = by_name()["zmq/64KiB"]

@@ -84,7 +84,7 @@ def test_gains_are_those_of_each_prompt_and_pulls_are_held_against_cached_prompt
 def test_pulls_of_the_slab_are_held_against_memcpy_and_against_those_between_workers():
     by_name = found()
     assert by_name["pull/slab/64KiB"].runs == pytest.approx((4, 2))
-    assert by_name["pull/slab/64KiB"].limit == pytest.approx(8)  # the faster way
+    assert by_name["pull/slab/64KiB"].limit == pytest.approx(8)  # the faster of the two copies
     assert by_name["pull_of_shm/64KiB"].runs == pytest.approx((0.8, 1.0))
 
 

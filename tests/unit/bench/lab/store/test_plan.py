@@ -1,4 +1,4 @@
-"""The plan of `bench store` is a function of its options."""
+"""The plan of `bench store` is determined by its options."""
 
 from dataclasses import replace
 from pathlib import Path

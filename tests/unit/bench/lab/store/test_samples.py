@@ -1,4 +1,4 @@
-"""Samples of stores are read out of a gateway's metrics."""
+"""Samples of stores are read from a gateway's metrics."""
 
 import pytest
 

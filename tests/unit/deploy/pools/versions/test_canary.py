@@ -1,4 +1,4 @@
-"""A version that takes over is watched, and given up if it serves worse than the others."""
+"""A new version is watched while it takes over, and removed if it serves worse than the others."""
 
 import pytest
 from hypothesis import given
@@ -19,7 +19,8 @@ FINE = (10, 0, 0)
 def watched(
     *, v1=FINE, v2=FINE, canary=(5, 50), hold_s=30.0, update_timeout_s=900.0, **order
 ) -> PoolWorld:
-    """Returns pools where v2 takes over with a canary, under a load with these ends a second."""
+    """Returns pools where v2 takes over with a canary; the versions have these outcomes per
+    second."""
     world = settled(Pools(1, 1), update_timeout_s=update_timeout_s)
     world.ends = {"v1": v1, "v2": v2}
     world.run(100)
@@ -28,7 +29,7 @@ def watched(
 
 
 def shares(world: PoolWorld, seconds: int) -> list[tuple[int, int]]:
-    """Runs for a time. Returns each share of v2 with the seconds for which it lasted."""
+    """Runs for some time. Returns each traffic share of v2 with its duration in seconds."""
     found: list[list[int]] = []
     for _ in range(seconds):
         world.run(1)
@@ -130,14 +131,14 @@ def test_version_that_serves_as_badly_as_the_others_takes_over():
 
 def test_only_requests_of_the_present_share_count():
     world = watched(v1=(10, 0, 0), v2=FINE)
-    world.ended["v2"] = [500, 100, 0]  # an earlier version with this name had these
+    world.ended["v2"] = [500, 100, 0]  # outcomes of an earlier version with the same name
     shares(world, 300)
     assert names(world) == ["v2"]
 
 
 def test_version_that_cannot_hold_what_was_served_lately_is_refused():
     world = settled(Pools(1, 1))
-    world.longest_len["v1"] = 8 * 16 + 1  # the fake workers have 8 blocks
+    world.longest_len["v1"] = 8 * 16 + 1  # a fake worker has 8 blocks
     world.feed(AddVersion(V2, takes_over=True))
     world.run(50)
     world.settle()
@@ -233,7 +234,7 @@ def test_what_each_gateway_reports_of_the_versions_adds_up():
 
 @given(steps=st.lists(st.tuples(counts, st.booleans()), max_size=6), other=counts)
 def test_a_gateway_that_starts_again_neither_hides_nor_repeats_what_others_count(steps, other):
-    """Another gateway has counted for long. This one may start again before each step."""
+    """The other gateway has counted for long. This gateway may restart before each step."""
     long_ago = EndedCounts(10_000, 400, 400)
     now, expected = (long_ago, long_ago), EndedCounts()
     for step, starts_again in steps:

@@ -1,4 +1,4 @@
-"""Versions of the model start, take over and leave; each request keeps its workers to its end."""
+"""Model versions start, take over and are removed; each request keeps its workers until it ends."""
 
 import random
 
@@ -47,14 +47,15 @@ def weights(world: PoolWorld) -> dict[str, int]:
 
 
 def updating() -> PoolWorld:
-    """Returns pools of four workers where v2 begins to take over, with room for two more."""
+    """Returns four workers in pools where v2 starts to take over, with room for two more
+    workers."""
     world = settled(Pools(2, 2), max_workers=6)
     world.feed(AddVersion(named("v2", Pools(2, 2)), takes_over=True))
     return world
 
 
 def with_canary(*arguments, **options) -> PoolWorld:
-    """Returns pools where v2 serves beside v1."""
+    """Returns pools in which v2 serves beside v1."""
     world = settled(*arguments, **options)
     world.feed(AddVersion(named("v2", weight=10), takes_over=False))
     world.settle()
@@ -116,7 +117,7 @@ def test_report_on_earlier_members_is_ignored():
     world.feed(GatewaySeen("gateway-1", None))
     world.run(10)
     assert by_version(world) == {"v1": 2, "v2": 2}
-    world.feed(Died("gateway-1", "it ended"))  # its requests end with it
+    world.feed(Died("gateway-1", "it ended"))  # its requests fail with it
     world.silent.clear()
     world.settle()
     assert by_version(world) == {"v2": 2}
@@ -237,7 +238,7 @@ def test_abort_restores_other_versions_too():
     world = with_two_canaries()
     before = world.machine.intent
     world.feed(Finish("v3", Pools(3, 3)))
-    while by_version(world)["v2"] == 3:  # one of its workers is v3's by now
+    while by_version(world)["v2"] == 3:  # until v3 has got one of v2's workers
         world.run(1)
     world.feed(Abort("v3"))
     assert weights(world) == {"v1": 100, "v2": 10, "v3": 0}
@@ -264,7 +265,8 @@ def test_reports_from_before_an_abort_end_no_workers():
         world.run(1)
         heard = world.machine.members
         world.report()
-    before = world.roles()  # v2 may still get a request before gateways hear that it leaves
+    # v2 may still receive requests until gateways know that it is being removed
+    before = world.roles()
     world.feed(Abort("v2"))
     world.feed(PoolTick())
     assert world.roles() == before
@@ -317,7 +319,7 @@ def test_current_version_that_cannot_grow_stays():
     assert any(
         "v1 keeps its present workers" in line and "3 times in a row" in line for line in world.told
     )
-    world.feed(SetPools(Pools(1, 1)))  # orders are taken again
+    world.feed(SetPools(Pools(1, 1)))  # orders are accepted again
     world.settle()
     assert by_version(world) == {"v1": 2, "v2": 2}
 

@@ -1,4 +1,4 @@
-"""Models beside the main one: each has its line of versions, sleeps when idle and wakes."""
+"""Further models: each has its own versions, sleeps when idle, and wakes for requests."""
 
 import msgspec
 from hypothesis import given, settings
@@ -89,7 +89,7 @@ def test_request_during_the_drain_wakes_it_again():
 
 
 def two_models(max_workers: int) -> PoolWorld:
-    """Two models beside the main one, with room for one of them: both begin to start."""
+    """Two further models, with room for only one of them. Both are starting."""
     both = {"small": Pools(1, 1), "tiny": Pools(1, 1)}
     world = settled(Pools(1, 1), 6, others=both, idle_s={"small": 100.0, "tiny": 100.0})
     world.ends["tiny-v1"] = (1, 0, 0)
@@ -154,7 +154,7 @@ def test_aborted_update_gives_back_to_its_own_model_only():
 def test_model_that_is_updated_stays_awake():
     world = with_small()
     newer = msgspec.structs.replace(model_version("small", Pools(1, 1)), name="small-v2")
-    world.probes["small-v2"] = None  # its probe takes long
+    world.probes["small-v2"] = None  # the probe has no result for a long time
     world.feed(AddVersion(newer, takes_over=True))
     world.run(2 * IDLE_S)
     assert workers_of(world, "small-v1") == 2
@@ -211,7 +211,8 @@ EVENTS = st.one_of(
 
 
 def fits_requests(world: PoolWorld) -> bool:
-    """True if models with requests have workers of both phases, and idle ones none."""
+    """Returns True if models with requests have workers of both roles, and idle models have
+    none."""
     intent = world.machine.intent
     for version in intent.versions:
         own = [p.role for p in world.processes.values() if p.version == version.name]

@@ -1,4 +1,4 @@
-"""Orders for single workers and for the size of the pools, and their refusal."""
+"""Orders for single workers and for pool sizes, and refused orders."""
 
 import pytest
 
@@ -91,7 +91,8 @@ def test_pools_above_the_room_may_change_but_not_grow():
     world.feed(RoomSeen(3, "one node is gone"))
     world.feed(SetPools(Pools(3, 1)))
     world.settle()
-    world.feed(Flip(WorkerId("worker-2"), D))  # it was drained: the number of workers stays
+    # worker-2 was drained, so the number of workers stays the same
+    world.feed(Flip(WorkerId("worker-2"), D))
     world.settle()
     assert world.machine.intent.pools == Pools(3, 2)
     with pytest.raises(OrderRefused, match=r"6 workers are more than the 3 .*: one node is gone"):

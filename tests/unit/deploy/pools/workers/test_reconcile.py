@@ -1,4 +1,4 @@
-"""Workers start, change role and drain until the pools have their wanted size."""
+"""Workers start, change role and drain until the pools have their target size."""
 
 import pytest
 
@@ -135,7 +135,7 @@ def test_worker_is_stopped_after_the_drain_deadline():
 
 
 def serving(world: PoolWorld) -> dict[str, Role]:
-    """Returns the roles of the workers that serve."""
+    """Returns the roles of all serving workers."""
     states = world.states()
     return {n: role for n, role in world.roles().items() if states[n] is WorkerState.SERVING}
 
@@ -145,7 +145,7 @@ def test_worker_stands_in_for_a_pool_that_died_and_then_gets_its_role_back():
     world.start_s = 20
     world.die("worker-2")
     world.run(2)
-    assert world.machine.counters["stand-ins"] == 0  # another one decodes
+    assert world.machine.counters["stand-ins"] == 0  # another worker decodes
     world.die("worker-3")
     world.run(2)
     assert serving(world) == {"worker-0": M, "worker-1": P}
@@ -226,7 +226,7 @@ def test_spare_gives_its_room_to_a_worker_that_it_cannot_replace():
     world = settled(Pools(1, 1), max_workers=3, config=APART, num_spares=1)
     world.run(5)
     world.settle()
-    assert len(spares(world)) == 1  # holds KV as decode workers do
+    assert len(spares(world)) == 1  # the spare worker has the KV format of decode workers
     world.feed(SetPools(Pools(2, 1)))
     world.settle()
     assert spares(world) == []

@@ -1,4 +1,4 @@
-"""Workers that fall silent, return or die."""
+"""Workers that become silent, return or die."""
 
 from itertools import pairwise
 
@@ -29,7 +29,7 @@ def test_dead_worker_is_restarted_after_growing_pauses():
     times = [when for when, _ in world.started]
     gaps = [later - earlier for earlier, later in pairwise(times)]
     assert gaps[0] < 5
-    assert max(gaps[: QUICK_TRIES - 2]) < 20  # each of these starts failed soon
+    assert max(gaps[: QUICK_TRIES - 2]) < 20  # each of these starts failed quickly
     assert len(times) <= QUICK_TRIES + 20
     assert min(gaps[QUICK_TRIES + 1 :]) >= LAST_RESTART_S
     assert any("for the 3. time in a row" in line for line in world.told)

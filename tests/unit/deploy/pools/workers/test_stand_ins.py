@@ -1,4 +1,4 @@
-"""Pools whose workers have all died, with KV formats that are equal or differ."""
+"""Pools whose workers have all died, with equal and with different KV formats."""
 
 import msgspec
 import pytest
@@ -16,7 +16,7 @@ INT8 = WorkerConfig(kv_dtype=KVFormat.INT8)
 def settled(pools: Pools, config: WorkerConfig) -> PoolWorld:
     world = PoolWorld(pools, config=config)
     world.settle()
-    world.run(100)  # a failure counts as the first again
+    world.run(100)  # after this time a failure counts as the first
     world.started.clear()
     return world
 
