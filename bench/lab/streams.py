@@ -1,7 +1,7 @@
-"""What studies of running streams share: deployments with clients, requests, windows and gaps.
+"""Code that studies of running streams share: deployments with clients, requests, windows and gaps.
 
-Times are taken at the client. It shares the cores with the deployments, so the CPU time of both is
-reported. No two prompts begin alike, so no prefix cache helps.
+Times are measured by the client. The client shares the cores with the deployments, so the CPU time
+of both is reported. No two prompts share a prefix, so prefix caches have no effect.
 """
 
 import asyncio
@@ -33,17 +33,18 @@ from engine.errors import BatonError
 REQUEST_TIMEOUT_S = 120.0
 FAILED_PAUSE_S = 1.0
 TOKENIZER = "tokenizer.json"
-WARM_UP_TOKENS = 16  # tokens of each warm-up stream; more would not warm up more
-TOKENS_PER_CHUNK = 1.002  # with a higher ratio, gaps are between chunks and not between tokens
+WARM_UP_TOKENS = 16  # tokens of each warm-up stream; longer streams would not change the result
+# if there are more tokens per chunk, gaps are between chunks, not between tokens
+TOKENS_PER_CHUNK = 1.002
 
 
 class StreamsApart(BatonError):
-    """The streams of a run never decoded all at once."""
+    """The streams of a run were never all decoding at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamAsk:
-    """Requests of one length; `at_once` of them are open."""
+    """Requests of one length, of which `at_once` run concurrently."""
 
     at_once: int
     input_len: int
@@ -52,41 +53,47 @@ class StreamAsk:
 
 @dataclass(frozen=True, slots=True)
 class BesideRun:
-    """Streams on one arm and requests beside them. Times in seconds, of one clock."""
+    """Streams on one arm, and the requests that ran meanwhile. All times are seconds on one
+    clock.
+    """
 
     arm: str
-    streams: tuple[Answer, ...]  # each of at least three chunks
+    streams: tuple[Answer, ...]  # answers with at least three chunks each
     others: tuple[Answer | Failure, ...] = ()
     wall_s: float = 0.0
     gateway_cpu_s: float = 0.0
     client_cpu_s: float = 0.0
-    others_share: float | None = None  # share of all cores, used by other programs
+    others_share: float | None = None  # share of all cores that other programs used
     repeat: int = 0
 
     @property
     def window_s(self) -> tuple[float, float]:
-        """From the second chunk of the last stream to begin until the first stream's end."""
+        """Returns the window: from the second chunk of the stream that began last, until the first
+        stream's end.
+        """
         begin_s = max(stream.chunk_times_s[1] for stream in self.streams)
         return begin_s, min(stream.chunk_times_s[-1] for stream in self.streams)
 
     @property
     def gaps_s(self) -> list[float]:
-        """Between the chunks of all streams, in the window."""
+        """Returns the seconds between the chunks of all streams in the window."""
         return gaps_within(self.streams, self.window_s)
 
     @property
     def prompts(self) -> list[Answer]:
-        """The requests beside the streams that were answered."""
+        """Returns the answers to the requests that ran while the streams decoded."""
         return [one for one in self.others if isinstance(one, Answer)]
 
     @property
     def answered(self) -> list[Answer]:
-        """The requests beside the streams that had their first token in the window."""
+        """Returns the answered requests whose first token arrived in the window."""
         begin_s, end_s = self.window_s
         return [one for one in self.prompts if begin_s <= one.chunk_times_s[0] <= end_s]
 
     def together(self) -> "BesideRun":
-        """Returns the run. Raises StreamsApart if its streams never decoded all at once."""
+        """Returns the run. Raises StreamsApart if its streams were never all decoding at the same
+        time.
+        """
         begin_s, end_s = self.window_s
         if begin_s >= end_s:
             raise StreamsApart(f"{self.arm}: the streams did not run at the same time")
@@ -94,7 +101,7 @@ class BesideRun:
 
 
 def gaps_within(streams: Sequence[Answer], window_s: tuple[float, float]) -> list[float]:
-    """Gaps between the chunks of these answers that lie in the window."""
+    """Returns the gaps between chunks of these answers, for gaps inside the window."""
     begin_s, end_s = window_s
     return [
         later - earlier
@@ -105,9 +112,10 @@ def gaps_within(streams: Sequence[Answer], window_s: tuple[float, float]) -> lis
 
 
 def answered_per_s(answers: Iterable[Sequence[float]], begin_s: float, end_s: float) -> float:
-    """Returns requests/s in a window; each answer counts by the share of its chunks in it.
+    """Returns the answered requests/s in a window. An answer counts by the share of its chunks in
+    the window.
 
-    `answers` are the times of their chunks.
+    `answers` are the arrival times of each answer's chunks.
     """
     num = sum(sum(begin_s <= at_s < end_s for at_s in times) / len(times) for times in answers)
     return num / (end_s - begin_s)
@@ -115,42 +123,46 @@ def answered_per_s(answers: Iterable[Sequence[float]], begin_s: float, end_s: fl
 
 @dataclass(frozen=True, slots=True)
 class LiveServer:
-    """A deployment and a client of it."""
+    """A running deployment and a client for it."""
 
     served: ServedDeployment
     send: Send
     model: str
-    workers: tuple[int, ...]  # sessions
+    workers: tuple[int, ...]  # session ids of the workers
 
     @property
     def sessions(self) -> list[int]:
-        """Sessions of all its processes."""
+        """Returns the session ids of all processes of the deployment."""
         return [self.served.pid, *self.served.sessions()]
 
     def gateway_cpu_s(self) -> float:
-        """CPU seconds of its gateways."""
+        """Returns the CPU seconds of the gateways."""
         return sum(map(background.session_seconds, self.served.services("gateway")))
 
     def worker_seconds(self) -> list[float]:
-        """CPU seconds of each worker."""
+        """Returns the CPU seconds of each worker."""
         return [background.session_seconds(session) for session in self.workers]
 
 
 async def live_server(served: ServedDeployment, session: aiohttp.ClientSession) -> LiveServer:
-    """Connects to a deployment. Raises ServerUnreachable."""
+    """Opens a client for a running deployment. Raises ServerUnreachable."""
     client = ServeClient(session, ServeTarget(served.url), MonotonicClock())
     model = await client.first_model()
     return LiveServer(served, client.send, model, tuple(served.services("worker")))
 
 
 def our_sessions(servers: Mapping[str, LiveServer]) -> list[int]:
-    """Sessions of this process and of all servers: what the CPU time of others leaves out."""
+    """Returns the session ids of this process and of all servers. Other programs' CPU time excludes
+    them.
+    """
     return [os.getsid(0), *(session for one in servers.values() for session in one.sessions)]
 
 
 @contextmanager
 def linked_checkpoint(shape: str, *, seed: int) -> Iterator[Path]:
-    """A folder with the weights of that shape and an `ascii_tokenizer`."""
+    """Makes a folder with links to the weights of this shape, and with an `ascii_tokenizer`.
+    Returns the folder.
+    """
     with TemporaryDirectory(prefix="baton-") as folder:
         path = Path(folder)
         for file in cached_checkpoint(shape, seed).iterdir():
@@ -161,17 +173,18 @@ def linked_checkpoint(shape: str, *, seed: int) -> Iterator[Path]:
 
 
 def ascii_tokenizer(vocab_size: int) -> Tokenizer:
-    """Builds a tokenizer with a whole text for each id, special tokens aside.
+    """Builds a tokenizer in which every id, except special tokens, is a complete text.
 
-    Half a character is shown only with the next token, and the client would see one gap for two
-    steps. Nearly 1 % of the ids of `bench.common.shapes` have no text of their own.
+    If a token is half a character, its text is sent with the next token, so the client would see
+    one gap for two steps. The tokenizer of `bench.common.shapes` has such tokens: nearly 1 % of its
+    ids.
     """
     letters = string.digits + string.ascii_letters + string.punctuation
     return tokenizer_over(letters, vocab_size - len(SPECIAL_TOKENS) - len(letters))
 
 
 def bodies(ask: StreamAsk, vocab: Sequence[int], *, model: str, rng: Random) -> Iterator[bytes]:
-    """Yields requests without end, each with its own prompt."""
+    """Yields request bodies without end. Each has a different prompt."""
     while True:
         yield body_of(ask.input_len, ask.output_len, vocab, model=model, rng=rng)
 
@@ -179,7 +192,7 @@ def bodies(ask: StreamAsk, vocab: Sequence[int], *, model: str, rng: Random) -> 
 def body_of(
     input_len: int, output_len: int, vocab: Sequence[int], *, model: str, rng: Random
 ) -> bytes:
-    """Returns a request with a random prompt and an answer of this length."""
+    """Returns the body of a request with a random prompt and an answer of this length."""
     prompt = rng.choices(vocab, k=input_len)
     return request_body(
         Endpoint.COMPLETIONS, prompt, model=model, output_len=output_len, temperature=0.0
@@ -195,7 +208,9 @@ async def measured_beside(
     sessions: Sequence[int],
     arm: str,
 ) -> BesideRun:
-    """Runs streams with loaders beside them, and measures CPU time; `at_once` are both numbers."""
+    """Runs streams, and loaders that send requests meanwhile; measures the CPU time. `at_once` has
+    the numbers of streams and of loaders.
+    """
     num_streams, num_loaders = at_once
     before, cpu_s = background.read(sessions), (server.gateway_cpu_s(), process_time())
     clock = MonotonicClock()
@@ -217,7 +232,8 @@ async def measured_beside(
 async def run_beside(
     send: Send, streams: Sequence[bytes], load: Iterator[bytes], *, num_loaders: int
 ) -> tuple[tuple[Answer, ...], list[Answer | Failure]]:
-    """Runs all streams, and loaders that send one request after the other until all streams end.
+    """Runs all streams. Meanwhile each loader sends one request after the other, until all streams
+    end.
 
     Raises RequestsFailed if a stream fails.
     """
@@ -227,7 +243,8 @@ async def run_beside(
     async def loader() -> None:
         while not ended.is_set():
             others.append(result := await send(next(load)))
-            if isinstance(result, Failure):  # or a refused loader would repeat without a pause
+            # without this pause, a refused loader would send its next request at once
+            if isinstance(result, Failure):
                 with suppress(TimeoutError):
                     await asyncio.wait_for(ended.wait(), FAILED_PAUSE_S)
 
@@ -248,9 +265,10 @@ async def run_beside_arrivals(
     *,
     now_s: Callable[[], float],
 ) -> tuple[tuple[Answer, ...], list[Answer | Failure]]:
-    """Runs all streams, and sends prompts at their times, counted from now, until all streams end.
+    """Runs all streams. Meanwhile sends prompts at the given times, counted from now, until all
+    streams end.
 
-    Waits for the prompts that were sent. Raises RequestsFailed if a stream fails.
+    Waits for the answers to the prompts that were sent. Raises RequestsFailed if a stream fails.
     """
     start_s = now_s()
     ended = asyncio.Event()
@@ -275,7 +293,7 @@ async def run_beside_arrivals(
 def answer_warnings(
     streams: Sequence[Answer], others: Sequence[Answer | Failure], shares: Sequence[float | None]
 ) -> list[str]:
-    """Facts of requests and of the machine that a reader should know before trusting results."""
+    """Returns facts about requests and machine that a reader needs before trusting the results."""
     failures = [one for one in others if isinstance(one, Failure)]
     lines = [f"failed: {kind}" for kind in kinds_of(failures)]
     lines += busy_warning(share or 0.0 for share in shares)

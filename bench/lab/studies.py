@@ -1,4 +1,4 @@
-"""The studies of the lab, in the order in which `baton bench` shows them."""
+"""The studies of the lab, in the order in which `baton bench` lists them."""
 
 from bench.engine.run import EngineStudy
 from bench.hostile.study import HostileStudy

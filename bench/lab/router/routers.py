@@ -1,20 +1,21 @@
-"""The cluster of `bench router`, and a `Fleet` and its peer that place prompts in it.
+"""The simulated cluster of `bench router`, and two routers that place prompts in it: `Fleet` and a
+peer.
 
-A case is a number of workers and of different blocks. Three in four workers prefill. Blocks are in
-chains of 24, each at three workers. Prompts have 12 blocks, of which the first 0 to 12 are those of
-a chain. Workers cost as much as Qwen3-32B on two H200s (fitted to AIConfigurator's tables), with
-blocks of 512 tokens.
+A case is a number of workers and a number of different blocks. Three in four workers prefill.
+Blocks form chains of 24, and three workers hold each chain. A prompt has 12 blocks; its first 0 to
+12 blocks are the begin of a chain. The costs are those of Qwen3-32B on two H200s (fitted to
+AIConfigurator's tables), with blocks of 512 tokens.
 
 A decision is timed as a whole: match, costs of all workers, choice, reservation, and the call from
-Python. Hashes are made right before it, as after hashing a prompt. For the same request the router
-also claims the decision in its view, gives it back at the end of prompt and answer, and tells the
-fleet of each: `requests` includes all of that.
+Python. The hash objects are made right before the decision, as if the prompt had just been hashed.
+The router also claims the chosen workers in its view and releases them at the end of prompt and
+answer. It reports each change to the fleet. `requests` includes all of this.
 
-The peer is a good router in plain Python, under the same load. A dict maps a block's hash to an
-integer with a bit for each worker, so one AND a block finds the holders of a prefix. Heaps find the
-worker that is ready first and the decode worker with the shortest step; stale entries are dropped
-when they surface. It considers the holders of the longest prefix and the worker that is ready
-first. `router.native.fleet` also considers shorter prefixes.
+The peer is an efficient router in plain Python, under the same load. A dict maps a block's hash to
+an integer with a bit for each worker, so one AND per block finds the holders of a prefix. Heaps
+find the prefill worker that is ready first and the decode worker with the shortest step. Outdated
+heap entries are dropped when they reach the top. It considers the holders of the longest prefix and
+the worker that is ready first. `router.native.fleet` also considers shorter prefixes.
 """
 
 import heapq
@@ -47,29 +48,31 @@ from router.native.index import PrefixIndex
 from router.policies.base import Decision, Need
 
 T = TypeVar("T")
-Run = tuple[float, ...]  # seconds of each decision
+Run = tuple[float, ...]  # seconds of each decision in a run
 
 CHAIN_BLOCKS = 24
 PROMPT_BLOCKS = 12
 NUM_REPLICAS = 3
-POOL_BLOCKS = 100_000  # in a worker: enough that no request is refused
+POOL_BLOCKS = 100_000  # blocks of a worker's pool: enough that no request is refused
 MAX_RUNNING = 100_000
-ANSWER_TOKENS = 343  # the mean of Mooncake's conversations
-BUSY = 0.7  # share of time during which a prefill worker computes
-IN_FLIGHT_PER_WORKER = 4  # requests not yet released
+ANSWER_TOKENS = 343  # mean answer length of Mooncake's conversation trace
+BUSY = 0.7  # share of time in which a prefill worker computes
+IN_FLIGHT_PER_WORKER = 4  # mean number of running requests per worker
 MAIN_BLOCKS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class RouterCase:
-    """A number of workers that hold a number of different blocks."""
+    """A number of workers, and the number of different blocks that they hold."""
 
     num_workers: int
     num_blocks: int
 
     @property
     def name(self) -> str:
-        """Its name in results: only the number of workers if the goals name these blocks."""
+        """Returns the case's name in results: only the number of workers if the blocks are as in
+        the goals.
+        """
         if self.num_blocks == MAIN_BLOCKS:
             return str(self.num_workers)
         return f"{self.num_workers}/{self.num_blocks:.0e}".replace("e+0", "e")
@@ -77,18 +80,18 @@ class RouterCase:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One request; its hashes are cut from `packed` on arrival."""
+    """One request. `packed` has the hashes of its blocks as bytes."""
 
     packed: bytes
     num_tokens: int
 
     def hashes(self) -> list[BlockHash]:
-        """The hashes as fresh objects, as if just computed."""
+        """Returns the hashes as new objects, like a hash function."""
         return _cut(self.packed)
 
 
 class World:
-    """The workers of a case, the chains, and their holders."""
+    """The workers of a case, the chains of blocks, and the workers that hold each chain."""
 
     def __init__(self, case: RouterCase, rng: random.Random) -> None:
         self.prefills = [i % 4 != 0 for i in range(case.num_workers)]
@@ -101,19 +104,21 @@ class World:
 
     @property
     def rate_per_s(self) -> float:
-        """Arrivals/s that keep prefill workers as busy as planned, with half of a prompt cached."""
+        """Returns the arrivals/s that keep prefill workers busy for the share `BUSY`, if half of a
+        prompt is cached.
+        """
         assert COSTS.prefill is not None
         num_tokens = (PROMPT_BLOCKS + 1) * BLOCK_SIZE
         work_s = COSTS.prefill.fixed_s + COSTS.prefill.token_s * num_tokens / 2
         return BUSY * sum(self.prefills) / work_s
 
     def chain(self, number: int) -> list[BlockHash]:
-        """The hashes of a chain."""
+        """Returns the block hashes of a chain."""
         size = CHAIN_BLOCKS * HASH_BYTES
         return _cut(self._chains[number * size : (number + 1) * size])
 
     def prompts(self, count: int) -> list[Prompt]:
-        """Prompts as planned, all different."""
+        """Returns `num` prompts, all different."""
         return [self._prompt() for _ in range(count)]
 
     def _prompt(self) -> Prompt:
@@ -126,9 +131,9 @@ class World:
 
 
 class OurRouter:
-    """A fleet under load. As in the router, decisions are claimed in the view.
+    """A fleet under load. As in the real router, each decision is claimed in the view.
 
-    Prompts take as long as predicted. An answer ends after a fixed number of other requests.
+    A prompt takes as long as predicted. An answer ends after a fixed number of other requests.
     """
 
     def __init__(self, world: World, seed: int) -> None:
@@ -139,17 +144,20 @@ class OurRouter:
             role = Role.PREFILL if is_prefill else Role.DECODE
             self.index.add(name, POOL_BLOCKS)
             self.fleet.add(self.view.add(_info(name, role)))
-        self._computing: list[tuple[float, SeqId, WorkerId]] = []  # a heap by time of end
+        # heap of running prompts by their end
+        self._computing: list[tuple[float, SeqId, WorkerId]] = []
         self._in_flight: deque[tuple[SeqId, WorkerId]] = deque()
         self._num_asked = 0
         self._now_s = 0.0
 
     def ingest(self) -> float:
-        """Stores all chains; returns block events/s."""
+        """Adds all chains to the fleet. Returns the block events/s."""
         return ingested_per_s(self._world, self._world.names, self.index.stored)
 
     def run(self, prompts: Sequence[Prompt]) -> tuple[Run, Run]:
-        """Seconds of each decision, and of each whole request as `requests` counts it."""
+        """Runs the requests. Returns the seconds of each decision, and of each whole request as in
+        the result `requests`.
+        """
         fleet, decisions, requests = self.fleet, [], []
         step_s = 1 / self._world.rate_per_s
         max_in_flight = IN_FLIGHT_PER_WORKER * len(self._world.names)
@@ -206,7 +214,7 @@ def _info(name: WorkerId, role: Role) -> Welcome:
 
 
 class PeerRouter:
-    """The peer under the same load."""
+    """The peer router under the same load."""
 
     def __init__(self, world: World) -> None:
         self._router = BitmaskRouter(world.prefills, POOL_BLOCKS, COSTS)
@@ -218,7 +226,7 @@ class PeerRouter:
         self._now_s = 0.0
 
     def run(self, prompts: Sequence[Prompt]) -> Run:
-        """Seconds of each decision."""
+        """Runs the requests. Returns the seconds of each decision."""
         router, seconds = self._router, []
         step_s = 1 / self._world.rate_per_s
         max_in_flight = IN_FLIGHT_PER_WORKER * len(self._world.names)
@@ -243,7 +251,7 @@ class PeerRouter:
 def ingested_per_s(
     world: World, names: Sequence[T], stored: Callable[[T, list[BlockHash]], object]
 ) -> float:
-    """Has `stored` take in all chains, each from all its holders; returns block events/s."""
+    """Calls `stored` for all chains and each of their holders. Returns the block events/s."""
     busy_s, num_events = 0.0, 0
     for number, holders in enumerate(world.holders):
         for worker in holders:
@@ -280,10 +288,12 @@ class _Reservation:
 
 
 class BitmaskRouter:
-    """A router. Workers are numbers: where `prefills` is true they prefill, others decode."""
+    """A router in Python. A worker is a number; it prefills if `prefills` is true for it, else it
+    decodes.
+    """
 
     def __init__(self, prefills: Sequence[bool], num_blocks: int, costs: WorkerCosts) -> None:
-        """All workers have these costs, which are known from the start."""
+        """Sets up the router. All workers have these costs, which are known from the start."""
         self.owners: dict[BlockHash, int] = {}
         assert costs.prefill is not None
         assert costs.decode is not None
@@ -309,7 +319,7 @@ class BitmaskRouter:
             owners[block_hash] = owners.get(block_hash, 0) | bit
 
     def stored_by_all(self, workers: Sequence[int], hashes: Sequence[BlockHash]) -> None:
-        """Records the same for several workers: their blocks share one integer, which saves
+        """Records that several workers hold these blocks. The blocks share one integer, which saves
         memory.
         """
         mask = 0
@@ -326,7 +336,9 @@ class BitmaskRouter:
         end_tokens: int,
         now_s: float,
     ) -> tuple[int, int] | None:
-        """Reserves a prefill and a decode worker; None if no decode worker has room."""
+        """Reserves a prefill worker and a decode worker. Returns None if no decode worker has
+        room.
+        """
         num_blocks = -(-end_tokens // BLOCK_SIZE)
         decode = self._least_step(num_blocks)
         if decode is None:
@@ -340,13 +352,13 @@ class BitmaskRouter:
         return prefill, decode
 
     def release(self, request_id: int) -> None:
-        """Frees what a finished request had reserved."""
+        """Releases what a finished request had reserved."""
         reserved = self._reserved.pop(request_id)
         self._join(reserved.decode, -1, -reserved.num_tokens, -reserved.num_blocks)
 
     def _longest(self, hashes: Sequence[BlockHash]) -> tuple[int, int]:
-        """Returns the length, in blocks, of the longest prefix that any worker holds, and its
-        holders as bits.
+        """Returns the length in blocks of the longest prefix that any worker holds, and the holders
+        as bits.
         """
         owners = self.owners
         mask, depth = -1, 0

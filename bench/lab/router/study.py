@@ -1,19 +1,19 @@
-"""How many placements a router decides in a second, and how long each takes.
+"""Measures how many placements per second a router decides, and the time of each decision.
 
 Each repetition gives the same prompts to a `Fleet` and to its peer (`bench.lab.router.routers`).
 Python's garbage collector stays on, but ignores the objects of the set-up.
 
 | result                       | unit    |                                                    |
 |------------------------------|---------|----------------------------------------------------|
-| decisions/<case>             | 1/s     | on one core                                        |
-| latency_p50/<case>, p99, p999| µs      | of one decision                                    |
-| requests/<case>              | 1/s     | decided, claimed in the view, and given back       |
+| decisions/<case>             | 1/s     | placements that one core decides                   |
+| latency_p50/<case>, p99, p999| µs      | time of one decision                               |
+| requests/<case>              | 1/s     | decided, claimed in the view, and released         |
 | ingest                       | 1/s     | blocks reported as stored, in chains of 24         |
-| bytes_per_block              | bytes   | of memory, at three workers a block                |
+| bytes_per_block              | bytes   | memory of a block that three workers hold          |
 | background/cpu               | %       | of all cores, used by other programs               |
 
-A case is a number of workers, at a million blocks, or workers/blocks. A peer's `ratio` is ours over
-theirs; for latencies, less than one is better.
+A case is a number of workers with a million blocks, or workers/blocks. A peer's `ratio` is ours
+over theirs; for latencies, less than one is better.
 """
 
 import gc
@@ -49,8 +49,9 @@ from bench.lab.router.routers import (
 from engine.errors import ConfigError
 
 PEER = "dict_bitmask"
-MAX_PEER_BLOCKS = MAIN_BLOCKS  # above this a Python dict takes gigabytes
-INGEST = RouterCase(1_000, 200_000)  # taken in anew in each repetition
+MAX_PEER_BLOCKS = MAIN_BLOCKS  # with more blocks, the peer's Python dict would need gigabytes
+# the case whose blocks are added to empty routers in each repetition
+INGEST = RouterCase(1_000, 200_000)
 _PERCENTILES = {"p50": 50.0, "p99": 99.0, "p999": 99.9}
 _T = TypeVar("_T")
 
@@ -75,7 +76,8 @@ class RouterMeasured:
     peer: list[Run] = field(default_factory=list)
     ingest: float = 0.0  # block events/s
     bytes_per_block: float = 0.0
-    background: list[float] = field(default_factory=list)  # share of the CPU that others used
+    # share of the CPU that other programs used
+    background: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +86,7 @@ class RouterStudy(Experiment):
 
     NAME: ClassVar = "router"
     QUICK: ClassVar = "Three cases, shorter runs: under 50 s."
-    GOALS: ClassVar = Goals(  # the project's, for one core
+    GOALS: ClassVar = Goals(  # the project's goals for one core
         {
             "decisions/1000": 150e3,
             "decisions/10000": 100e3,
@@ -104,7 +106,7 @@ class RouterStudy(Experiment):
     repeat: RepeatOption = 7
 
     def __post_init__(self) -> None:
-        """Raises ConfigError, which names the option that is wrong."""
+        """Raises ConfigError, which names the wrong option."""
         for case in self.chosen:
             if case.num_workers < 2 * NUM_REPLICAS:
                 raise ConfigError(f"--cases: {2 * NUM_REPLICAS} workers at least: {self.cases}")
@@ -120,16 +122,16 @@ class RouterStudy(Experiment):
 
     @property
     def title(self) -> str:
-        """Returns the line above the table."""
+        """Returns the title of the table."""
         return f"Placements on one core: {self.repeat} × {self.decisions} decisions a case"
 
     def quick(self) -> Self:
-        """Returns fewer and shorter runs."""
+        """Returns a study with fewer and shorter runs."""
         decisions, repeat = min(self.decisions, 5_000), min(self.repeat, 5)
         return replace(self, decisions=decisions, repeat=repeat, is_quick=True)
 
     def measure(self, say: Say) -> Findings:
-        """Measures every case. Raises BuildError if the C++ cannot be built."""
+        """Measures all cases. Raises BuildError if the C++ code cannot be built."""
         measured = [self.measure_case(case, say) for case in self.chosen]
         return Findings(results(measured, self.measure_ingest(INGEST)), warnings(measured))
 
@@ -159,7 +161,9 @@ class RouterStudy(Experiment):
         return measured
 
     def measure_ingest(self, case: RouterCase) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Block events/s that the index and the peer take in, each from empty, in turns."""
+        """Returns the block events/s that our index and the peer process. Both start empty in each
+        repetition and take turns.
+        """
         world = World(case, random.Random(self.seed))
         ours, theirs = [], []
         for _ in range(self.repeat):
@@ -172,7 +176,7 @@ class RouterStudy(Experiment):
 def results(
     cases: Sequence[RouterMeasured], ingest: tuple[Sequence[float], Sequence[float]]
 ) -> tuple[Result, ...]:
-    """All results, in the order of the table above."""
+    """Returns all results, in the order of the table in this module's docstring."""
     figures = {"decisions": _rate} | {
         f"latency_{name}": _latency(q) for name, q in _PERCENTILES.items()
     }
@@ -190,7 +194,7 @@ def results(
 
 
 def warnings(cases: Sequence[RouterMeasured]) -> list[str]:
-    """A line for each reason not to trust the results."""
+    """Returns a line for each reason not to trust the results."""
     return busy_warning(share for one in cases for share in one.background)
 
 

@@ -1,1 +1,1 @@
-"""`baton bench speculate`: what speculation gains, by drafter and batch size."""
+"""`baton bench speculate`: the speed-up by speculation, for each drafter and batch size."""

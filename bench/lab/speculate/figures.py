@@ -2,30 +2,30 @@
 
 | result                                | unit     |                                               |
 |---------------------------------------|----------|-----------------------------------------------|
-| speedup/draft_b1, draft_b8            | ×        | the lowest over both models, greedy, sampled  |
+| speedup/draft_b1, draft_b8            | ×        | the lowest over models, greedy and sampled    |
 | speedup/ngram_repeat_b1               | ×        | the lowest over both models                   |
 | speedup/worst                         | ×        | the lowest of all cells                       |
-| identical_share, identical_share/fp32 | share    | of requests: the same tokens in all modes     |
-| identical_share/cells                 | share    | of the answers that were timed                |
-| speedup/<cell>                        | ×        | tokens/s over those without speculation       |
+| identical_share, identical_share/fp32 | share    | requests with equal tokens in all modes       |
+| identical_share/cells                 | share    | timed answers with equal tokens in all modes  |
+| speedup/<cell>                        | ×        | tokens/s over tokens/s without speculation    |
 | predicted/<cell>                      | ×        | from acceptance and times of single passes    |
-| decode/<cell>                         | tokens/s | of the batch                                  |
-| tokens_per_pass/<cell>                | tokens   | of one sequence in one step                   |
-| expected_per_pass/<cell>              | tokens   | of the same drafts, by the mean acceptance    |
-| drafted/<cell>                        | tokens   | verified, of one sequence in one step         |
-| mean_acceptance/<cell>                | share    | of tokens verified behind accepted ones only  |
-| acceptance/<drafter>_p<i>             | share    | of tokens drafted in place i, all batches     |
+| decode/<cell>                         | tokens/s | decoded tokens of the whole batch             |
+| tokens_per_pass/<cell>                | tokens   | gained by one sequence in one step            |
+| expected_per_pass/<cell>              | tokens   | expected for these drafts by mean acceptance  |
+| drafted/<cell>                        | tokens   | verified for one sequence in one step         |
+| mean_acceptance/<cell>                | share    | accepted, of tokens after accepted tokens     |
+| acceptance/<drafter>_p<i>             | share    | accepted, of tokens at place i of a draft     |
 | expected_acceptance/<drafter>_p<i>    | share    | the mean acceptance to the power of i         |
-| outside/<cell>                        | %        | of the time, outside the runner               |
+| outside/<cell>                        | %        | share of the time outside the runner          |
 | background/cpu                        | %        | of all cores, used by other programs          |
 
-A <cell> is <setup>_<workload>/<mode>_b<batch>, a <drafter> <setup>_<workload>_<mode>. Promised
-results (`GOALS`) have the promise as their limit.
+A <cell> is <setup>_<workload>/<mode>_b<batch>, a <drafter> <setup>_<workload>_<mode>. The limit of
+a promised result (`GOALS`) is the promised value.
 
-The model of the expectation: a drafted token behind accepted ones is accepted with probability α,
-at any place. Then a draft of d tokens yields 1 + α + … + α^d tokens, and place i is accepted with
-α^i. The predicted speed takes α from the run. It takes times from passes that were timed alone:
-the target's by number of drafted tokens, and the draft's. It leaves scheduling out.
+Expected values follow from a model: a drafted token after accepted tokens is accepted with
+probability α, at any place. Then a draft of d tokens yields 1 + α + … + α^d tokens, and place i is
+accepted with α^i. The predicted speed uses α of the run, and times of single passes: of the target
+for each number of drafted tokens, and of the draft. It does not include scheduling.
 
 Source: Leviathan et al., Fast inference from transformers via speculative decoding, ICML 2023.
 """
@@ -50,19 +50,19 @@ from engine.config import Speculate
 
 
 class BatchRun(msgspec.Struct, frozen=True):
-    """Decoding a batch for a while, as `bench.lab.speculate.worker` tells it."""
+    """The decoding of a batch for a while, as `bench.lab.speculate.worker` reports it."""
 
     seconds: float
-    outside_s: float  # outside the runner
+    outside_s: float  # seconds outside the runner
     num_tokens: int
-    # (seconds, rows, drafted tokens verified, draft passes) of each step.
+    # For each step: seconds, rows, verified draft tokens, passes of the draft model.
     steps: list[tuple[float, int, int, int]]
     drafts: list[tuple[int, int, int]]  # (drafted, accepted, number of rows with these counts)
     answers: list[list[int]]
 
     @property
     def speed(self) -> float:
-        """Tokens per second of the batch."""
+        """Returns the tokens per second of the batch."""
         return self.num_tokens / self.seconds
 
     @property
@@ -72,7 +72,7 @@ class BatchRun(msgspec.Struct, frozen=True):
 
 
 class Passes(msgspec.Struct, frozen=True):
-    """Seconds of passes by themselves, for drafts of `CALIBRATED_LENS` tokens."""
+    """Seconds of single passes, timed alone, for drafts of `CALIBRATED_LENS` tokens."""
 
     plain_s: float
     verify_s: list[float]
@@ -81,7 +81,7 @@ class Passes(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class RunKey:
-    """The setup, workload, mode and batch of a run."""
+    """The setup, workload, mode and batch size of a run."""
 
     thing: str  # setup and workload
     batch: int
@@ -90,18 +90,21 @@ class RunKey:
 
 @dataclass(slots=True)
 class SpeculateMeasured:
-    """All that was measured."""
+    """All measurements of the study."""
 
-    runs: dict[RunKey, list[BatchRun]] = field(default_factory=dict)  # one for each repetition
-    passes: dict[tuple[str, int], Passes] = field(default_factory=dict)  # by setup and batch
-    identical: dict[str, float] = field(default_factory=dict)  # by weights
+    # runs in order of the repetitions
+    runs: dict[RunKey, list[BatchRun]] = field(default_factory=dict)
+    # single passes by setup and batch size
+    passes: dict[tuple[str, int], Passes] = field(default_factory=dict)
+    # share of requests with equal tokens in all modes, by weights
+    identical: dict[str, float] = field(default_factory=dict)
     background: list[float] = field(default_factory=list)
-    num_compared: int = 0  # answers that were timed
+    num_compared: int = 0  # number of timed answers that were compared
     num_same: int = 0
 
 
 def joined(runs: Sequence[BatchRun]) -> BatchRun:
-    """Joins consecutive batches to one run."""
+    """Joins consecutive batches into one run."""
     return BatchRun(
         seconds=sum(run.seconds for run in runs),
         outside_s=sum(run.outside_s for run in runs),
@@ -113,22 +116,20 @@ def joined(runs: Sequence[BatchRun]) -> BatchRun:
 
 
 def is_same(answer: Sequence[int], other: Sequence[int]) -> bool:
-    """True if two answers agree up to the end of the shorter one."""
+    """Returns True if two answers have equal tokens up to the end of the shorter answer."""
     length = min(len(answer), len(other))
     return [*answer[:length]] == [*other[:length]]
 
 
 def mean_acceptance(drafts: Sequence[tuple[int, int, int]]) -> float | None:
-    """Returns α: the accepted share of the tokens that were verified behind accepted tokens
-    only.
-    """
+    """Returns α: the accepted share of the tokens that were verified after accepted tokens only."""
     tried = sum(min(accepted + 1, drafted) * rows for drafted, accepted, rows in drafts)
     kept = sum(accepted * rows for _, accepted, rows in drafts)
     return kept / tried if tried else None
 
 
 def acceptance_by_position(drafts: Sequence[tuple[int, int, int]]) -> list[tuple[float, int]]:
-    """Returns the accepted share, and the number of drafted tokens, for each place in a draft."""
+    """Returns the accepted share and the number of drafted tokens, for each place in a draft."""
     kept: Counter[int] = Counter()
     total: Counter[int] = Counter()
     for drafted, accepted, rows in drafts:
@@ -146,12 +147,12 @@ def expected_tokens(acceptance: float, drafted: float) -> float:
 
 
 def expected_total(drafts: Sequence[tuple[int, int, int]], acceptance: float) -> float:
-    """The expected tokens of all rows together."""
+    """Returns the expected tokens of all rows together."""
     return sum(rows * expected_tokens(acceptance, drafted) for drafted, _, rows in drafts)
 
 
 def predicted_s(run: BatchRun, passes: Passes) -> float:
-    """Returns the seconds of the passes of a run by themselves."""
+    """Returns the predicted seconds of a run: the sum of its passes, timed alone."""
     return sum(
         _target_s(passes, verified / rows) + _between(passes.draft_s, num_passes)
         for _, rows, verified, num_passes in run.steps
@@ -159,15 +160,17 @@ def predicted_s(run: BatchRun, passes: Passes) -> float:
 
 
 def predicted_speedup(run: BatchRun, passes: Passes) -> float:
-    """Expected tokens over predicted seconds, beside a plain pass that makes one token a row."""
+    """Returns the predicted speed-up: expected tokens per predicted second, over tokens per second
+    of plain passes with one token per row.
+    """
     acceptance = mean_acceptance(run.drafts) or 0.0
     tokens = expected_total(run.drafts, acceptance)
-    plain_s = run.num_rows / len(run.steps) / passes.plain_s  # tokens per second
+    plain_s = run.num_rows / len(run.steps) / passes.plain_s  # tokens per second without drafts
     return tokens / predicted_s(run, passes) / plain_s
 
 
 def results(plan: SpeculatePlan, measured: SpeculateMeasured) -> tuple[Result, ...]:
-    """Every result, in the order of the table above."""
+    """Returns all results, in the order of the table in this module's docstring."""
     cells = [cell for setup in plan.setups_of() for cell in plan.cells_of(setup)]
     by_cell = [
         result
@@ -182,7 +185,7 @@ def results(plan: SpeculatePlan, measured: SpeculateMeasured) -> tuple[Result, .
 
 
 def warnings(measured: SpeculateMeasured) -> list[str]:
-    """Facts that a reader should know before trusting the results."""
+    """Returns facts that a reader needs before trusting the results."""
     lines = busy_warning(measured.background)
     if measured.num_same < measured.num_compared:
         differ = measured.num_compared - measured.num_same
@@ -203,7 +206,7 @@ _ORDER = (
 
 
 def _figures(cell: Cell, mode: Speculate, measured: SpeculateMeasured) -> list[dict[str, Figure]]:
-    """Returns the figures of each repetition."""
+    """Returns the figures of each repetition, by name."""
     key = RunKey(cell.thing, cell.batch, mode)
     plain = measured.runs[replace(key, mode=Speculate.OFF)]
     passes = measured.passes[cell.setup.name, cell.batch]
@@ -237,7 +240,7 @@ def _drafting(name: str, run: BatchRun, passes: Passes) -> dict[str, Figure]:
 
 
 def _positions(cell: Cell, measured: SpeculateMeasured) -> Iterator[Result]:
-    """Acceptance by place, over all batches."""
+    """Returns the acceptance at each place of a draft, over all batches."""
     for mode in cell.setup.modes:
         runs = [
             run
@@ -256,7 +259,7 @@ def _positions(cell: Cell, measured: SpeculateMeasured) -> Iterator[Result]:
 
 
 def _named(cells: Sequence[Cell], by_cell: Sequence[Result]) -> Iterator[Result]:
-    """Returns the lowest cell for each promised name."""
+    """Returns the lowest cell for each promised result."""
     speedups = {r.name.partition("/")[2]: r for r in by_cell if r.name.startswith("speedup/")}
     agreeing = [cell for cell in cells if cell.setup.agrees]
     fresh = [cell for cell in agreeing if cell.workload.kind is not PromptKind.REPEAT]
@@ -289,12 +292,12 @@ def _with_goal(result: Result) -> Result:
 
 
 def _target_s(passes: Passes, drafted: float) -> float:
-    """Seconds of a pass of the target with `drafted` tokens a row."""
+    """Returns the seconds of a pass of the target with `drafted` tokens per row."""
     return _between(passes.verify_s, drafted)
 
 
 def _between(times_s: Sequence[float], length: float) -> float:
-    """The time for drafts of `length` tokens, from the lengths that were timed."""
+    """Returns the time for drafts of `length` tokens, interpolated between the timed lengths."""
     points = [*zip(CALIBRATED_LENS, times_s, strict=True)]
     for (low, low_s), (high, high_s) in pairwise(points):
         if length <= high:

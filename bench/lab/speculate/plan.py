@@ -1,28 +1,30 @@
 """The options of `bench speculate`, its setups, workloads, cells and prompts.
 
-Setups, each a target with a draft, in a process of its own:
+A setup is a target with a draft, in its own process:
 
     bundled        the bundled models
-    <shape>        a target of that shape that drafts for itself (see `bench.common.shapes`)
+    <shape>        a target of that shape and a draft of its parts (see `bench.common.shapes`)
     <shape>_bad    the same target, and a draft with unrelated weights
 
-Workloads, each run with every mode of speculation, without it first or last in turn:
+A workload runs with every mode of speculation. The run without speculation is first or last, in
+turn:
 
     text, text_sampled       Python code and questions that ask for some         bundled
     random, random_sampled   random tokens                                       shapes
     repeat                   a prompt, its answer with some tokens replaced,     all but bad
                              and the prompt again: most of the answer follows
 
-Answers are greedy, or at temperature 0.7. Answers to random tokens hardly repeat, and sampled ones
-not at all, so n-grams find least there. A *cell* is a workload, a batch size and a mode.
+Answers are greedy or sampled at temperature 0.7. Answers to random tokens hardly repeat themselves,
+and sampled answers do not, so n-grams find few drafts. A *cell* is a workload, a batch size and a
+mode.
 
-Speed counts decoding while the whole batch runs. It is measured from the step after the last
-sequence had its first token, until one sequence has as many as wanted. Such a batch is over in a
-tenth of a second, so a run of a cell is many of them, with all modes in turn, until those without
-speculation have taken long enough together. The worker lives on from cell to cell.
+Speed is measured only while the whole batch decodes. The time begins with the step after the last
+sequence had its first token. It ends when one sequence has all its tokens. Such a batch takes a
+tenth of a second. So a run of a cell has many batches, with all modes in turn, until the batches
+without speculation have taken `least_s` together. The worker process is reused for all cells.
 
-Text is what the bundled models were not trained on (`bench.quality.corpus`): beginnings of source
-files, and questions that ask for a function. All prompts are a function of the seed.
+Text is from files that the bundled models were not trained on (`bench.quality.corpus`): beginnings
+of source files, and questions that ask for a function. The seed determines all prompts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -56,16 +58,16 @@ BUNDLED = "bundled"
 NUM_PROMPTS = 32
 PROMPT_LEN = 64
 TEMPERATURE = 0.7
-EDIT_EVERY = 16  # in an earlier answer, one token in this many is replaced, on average
+EDIT_EVERY = 16  # on average, one token in this many is replaced in an earlier answer
 MAX_DRAFT_TOKENS = 8
-LEAST_S = 0.5  # plain decoding in one run of a cell
-MOST_ROUNDS = 61  # batches in one run; odd, as the order of modes changes with each batch
-CALIBRATED_LENS = (0, 1, 2, 4, 8)  # drafts whose passes are timed by themselves
+LEAST_S = 0.5  # least seconds of decoding without speculation in one run of a cell
+MOST_ROUNDS = 61  # most batches in one run; odd, because the order of modes changes with each batch
+CALIBRATED_LENS = (0, 1, 2, 4, 8)  # draft lengths whose passes are timed alone
 QUICK_TOKENS = 16
 QUICK_IDENTITY = 40
 QUICK_PROMPTS = 8
 
-# The least promised values; results of these names have them as limits.
+# Least promised values, which are the limits of results with these names.
 GOALS = {
     "speedup/draft_b1": 1.6,
     "speedup/draft_b8": 1.2,
@@ -76,7 +78,7 @@ GOALS = {
 
 
 class PromptKind(StrEnum):
-    """The source of a prompt."""
+    """The source of the prompts of a workload."""
 
     TEXT = "text"
     RANDOM = "random"
@@ -92,22 +94,24 @@ class SpeculateWorkload:
 
     @property
     def name(self) -> str:
-        """In names of results."""
+        """Returns the workload's name in results."""
         return f"{self.kind}_sampled" if self.temperature else str(self.kind)
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculateSetup:
-    """Two models and what they are asked."""
+    """A target, a draft, and the workloads that they run."""
 
     name: str
     shape: str | None  # None: the bundled models
-    agrees: bool  # whether the draft was made for this target
+    agrees: bool  # True: the draft was made for this target
     workloads: tuple[SpeculateWorkload, ...]
 
     @property
     def modes(self) -> tuple[Speculate, ...]:
-        """Returns the modes that can differ: for n-grams the draft model does not matter."""
+        """Returns the modes whose results can differ. N-grams do not use the draft model, so only
+        one setup of a target measures them.
+        """
         if self.agrees:
             return tuple(Speculate)
         return (Speculate.OFF, Speculate.DRAFT, Speculate.AUTO)
@@ -123,11 +127,11 @@ class Cell:
 
     @property
     def thing(self) -> str:
-        """Setup and workload, as in names of results."""
+        """Returns the names of setup and workload, as results contain them."""
         return f"{self.setup.name}_{self.workload.name}"
 
     def name(self, mode: str) -> str:
-        """The rest of a result's name."""
+        """Returns the remaining part of a result's name."""
         return f"{self.thing}/{mode}_b{self.batch}"
 
 
@@ -136,7 +140,7 @@ SETUPS = ("bundled", "shape", "bad")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculatePlan(Experiment):
-    """The options of the study, and what follows from them."""
+    """The options of the study, with the values that depend on them."""
 
     NAME: ClassVar = "speculate"
     QUICK: ClassVar = "One run of shorter answers: under 50 s."
@@ -157,7 +161,7 @@ class SpeculatePlan(Experiment):
     repeat: RepeatOption = 5
 
     def __post_init__(self) -> None:
-        """Raises ConfigError, which names the option that is wrong."""
+        """Raises ConfigError, which names the wrong option."""
         shape_named(self.shape)
         check_choices("--setups", [name for name in self.setups.split(",") if name], SETUPS)
         if not self.sizes or min(self.sizes) < 1:
@@ -167,7 +171,7 @@ class SpeculatePlan(Experiment):
 
     @property
     def title(self) -> str:
-        """Returns the line above the table."""
+        """Returns the title of the table."""
         runs = "once" if self.repeat == 1 else f"{self.repeat} times"
         return f"speculation with {self.weights} weights: {self.num_threads} threads, each {runs}"
 
@@ -178,26 +182,28 @@ class SpeculatePlan(Experiment):
 
     @property
     def num_threads(self) -> int:
-        """Returns the threads of the worker."""
+        """Returns the number of the worker's threads."""
         return self.threads or hardware().num_cores
 
     @property
     def least_s(self) -> float:
-        """Returns the seconds of plain decoding in one run of a cell."""
+        """Returns the least seconds of decoding without speculation in one run of a cell."""
         return 0.0 if self.is_quick else LEAST_S
 
     @property
     def num_prompts(self) -> int:
-        """Returns the prompts of a workload; a larger batch repeats them."""
+        """Returns the number of prompts of a workload. A larger batch repeats prompts."""
         return QUICK_PROMPTS if self.is_quick else NUM_PROMPTS
 
     @property
     def kv_format(self) -> KVFormat:
-        """Returns the KV format that fits the weights."""
+        """Returns the KV format that is used with these weights."""
         return KV_OF_WEIGHTS.get(self.weights, KVFormat.FP32)
 
     def quick(self) -> Self:
-        """Returns a study under 50 s on two cores: greedy, and with good drafts only."""
+        """Returns a study that takes under 50 s on two cores: greedy answers, and only drafts that
+        agree.
+        """
         setups = ",".join(name for name in self.setups.split(",") if name != "bad")
         return replace(
             self,
@@ -209,7 +215,7 @@ class SpeculatePlan(Experiment):
         )
 
     def setups_of(self) -> list[SpeculateSetup]:
-        """Returns the setups with their workloads."""
+        """Returns the setups, each with its workloads."""
         both = (0.0,) if self.is_quick else (0.0, TEMPERATURE)
         repeat = SpeculateWorkload(PromptKind.REPEAT)
         text = tuple(SpeculateWorkload(PromptKind.TEXT, temperature) for temperature in both)
@@ -223,27 +229,29 @@ class SpeculatePlan(Experiment):
         return [known[name] for name in SETUPS if name in self.setups.split(",")]
 
     def cells_of(self, setup: SpeculateSetup) -> list[Cell]:
-        """Returns the cells in the order in which they are measured."""
+        """Returns all cells in the order of their measurement."""
         return [Cell(setup, workload, b) for workload in setup.workloads for b in self.sizes]
 
 
 def prompts_for(cell: Cell, count: int, *, turn: int) -> list[int]:
-    """Chooses the prompts of this batch out of `count`: others in each turn."""
+    """Returns the indices of this batch's prompts, out of `count` prompts. They differ in each
+    turn.
+    """
     return [(turn * cell.batch + i) % count for i in range(cell.batch)]
 
 
 def order_of_modes(modes: Sequence[Speculate], turn: int) -> list[Speculate]:
-    """Returns the modes in the order of one turn; it varies, so that drift affects all modes
+    """Returns the modes in the order of one turn. The order varies, so that drift affects all modes
     alike.
     """
     return [*modes[::-1]] if turn % 2 else [*modes]
 
 
-NUM_DOCUMENTS = 100  # held-out ones; to read all of them takes seconds
-MOST_REPEATED = 96  # tokens of an earlier answer
+NUM_DOCUMENTS = 100  # number of held-out documents that are read; reading all of them takes seconds
+MOST_REPEATED = 96  # most tokens of an earlier answer in a prompt
 FEWEST_REPEATED = 16
-IDENTITY_TOKENS = (16, 48)  # in an answer that modes must agree on
-NUM_CHOICES = 3  # in a request with n > 1: choice i has the seed of the first plus i
+IDENTITY_TOKENS = (16, 48)  # tokens of the answers that are compared between modes
+NUM_CHOICES = 3  # choices of a request with n > 1; choice i uses the request's seed plus i
 
 GRAMMARS = (
     Grammar(GrammarKind.REGEX, r"[a-z_]{1,12}\([a-z, ]{0,20}\)"),
@@ -260,7 +268,7 @@ Tokens = list[int]
 
 @lru_cache(maxsize=1)
 def text_prompts(tokenizer_file: Path, count: int, seed: int) -> list[Tokens]:
-    """Code and questions in turn."""
+    """Returns prompts of code and prompts with questions, alternately."""
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     code, questions = [], []
     for document in islice(_held_out(), NUM_DOCUMENTS):
@@ -277,7 +285,7 @@ def text_prompts(tokenizer_file: Path, count: int, seed: int) -> list[Tokens]:
 
 
 def random_prompts(vocab_size: int, count: int, seed: int) -> list[Tokens]:
-    """Random tokens; no two prompts begin alike."""
+    """Returns prompts of random tokens. No two prompts share a prefix."""
     shape = PromptShape(num_prompts=count, input_len=PROMPT_LEN)
     drawn = token_prompts(range(vocab_size), shape, Random(f"{seed}/random"))
     return [[*prompt] for prompt in drawn]
@@ -291,8 +299,8 @@ def repeating_asks(
     num_tokens: int,
     seed: int,
 ) -> list[CoreAsk]:
-    """Returns requests of a prompt, its edited answer and the prompt again; they request as many
-    tokens as that answer.
+    """Returns requests that consist of a prompt, its edited answer, and the prompt again. They
+    request as many tokens as that answer has.
     """
     rng = Random(f"{seed}/repeat")
     vocab = sorted({token for answer in answers for token in answer} - set(end_token_ids))
@@ -306,20 +314,20 @@ def repeating_asks(
 
 
 def until_end(answer: Sequence[int], end_token_ids: Sequence[int]) -> Tokens:
-    """An answer up to the first token that ends it."""
+    """Returns an answer up to the first token that ends it."""
     ends = (i for i, token in enumerate(answer) if token in end_token_ids)
     return [*answer[: next(ends, len(answer))]]
 
 
 def edited(answer: Sequence[int], vocab: Sequence[int], rng: Random) -> Tokens:
-    """Returns an earlier version of an answer: some tokens are replaced."""
+    """Returns a copy of an answer in which some tokens are replaced."""
     return [rng.choice(vocab) if rng.randrange(EDIT_EVERY) == 0 else token for token in answer]
 
 
 def identity_asks(
     prompts: Sequence[Tokens], count: int, *, end_token_ids: Sequence[int], seed: int
 ) -> list[CoreAsk]:
-    """Requests of all kinds, those with several choices included."""
+    """Returns requests of all kinds, including requests with several choices."""
     rng = Random(f"{seed}/identity")
     asks: list[CoreAsk] = []
     while len(asks) < count:
@@ -327,7 +335,7 @@ def identity_asks(
         num_tokens, sampling = rng.randint(*IDENTITY_TOKENS), _sampling(rng)
         min_tokens = rng.choice((0, 0, num_tokens // 2))
         if sampling.grammar is not None:
-            min_tokens = 0  # the grammar itself says when the answer may end
+            min_tokens = 0  # the grammar decides when the answer may end
         for choice in range(rng.choice((1, 1, NUM_CHOICES))):
             own = _with_seed(sampling, sampling.seed + choice)
             asks.append(CoreAsk(prompt, num_tokens, own, tuple(end_token_ids), min_tokens))
@@ -363,6 +371,6 @@ def _encoded(tokenizer: Tokenizer, text: str) -> Tokens:
 
 
 def _cut(stream: Tokens, rng: Random) -> Tokens:
-    """A piece of a file, from anywhere."""
+    """Returns a part of a file, from a random position."""
     start = rng.randrange(max(1, len(stream) - PROMPT_LEN))
     return stream[start : start + PROMPT_LEN]

@@ -1,11 +1,11 @@
-"""Measures speculation: a process for each setup, and in it the modes in turn.
+"""Measures speculation. Each setup has a process, in which the modes run in turn.
 
-A speed-up compares modes of one process in one repetition, on the same prompts, one right after the
-other. The order changes with each batch, so other load on the machine meets all modes alike. Before
-the first figure every cell has run once.
+A speed-up compares two modes of one process in one repetition. Both modes get the same prompts, one
+right after the other. The order changes with each batch, so other load on the machine affects all
+modes alike. Before the first measurement, every cell runs once.
 
-Answers are compared too. Each request is answered in all modes, with int8 weights, where the
-promise is that no token differs, and with fp32.
+Answers are compared too. Each request is answered in all modes, with int8 weights and with fp32
+weights. For int8 weights, Baton promises that no token differs.
 """
 
 import os
@@ -66,7 +66,7 @@ from engine.messages import Sampling
 
 LOAD_TIMEOUT_S = 300.0
 JOB_TIMEOUT_S = 300.0
-WARM_UP = -1  # no repetition has this number
+WARM_UP = -1  # repetition number of the warm-up
 LONGEST_PROMPT = 512
 IDENTITY_WEIGHTS = {WeightFormat.INT8: KVFormat.INT8, WeightFormat.FP32: KVFormat.FP32}
 
@@ -78,14 +78,16 @@ class SpeculateStudy(SpeculatePlan):
     """Measure what speculation gains and costs, and that it changes no token."""
 
     def measure(self, say: Say) -> Findings:
-        """Raises DrivenFailed and ConfigError."""
+        """Runs the study. Raises DrivenFailed and ConfigError."""
         if find_spec("torch") is None:
             raise ConfigError("torch is not installed: pip install 'baton-serve[worker]'")
         measured = measure(self, say)
         return Findings(results(self, measured), warnings(measured))
 
     def show(self, console: Console, report: Report) -> None:
-        """Prints what is promised, then grids of the medians of all cells and of all places."""
+        """Prints the promised results, then tables with the medians of all cells and of all draft
+        places.
+        """
         cells = [result for result in report.results if result.name.count("/") == 2]
         places = [r for r in report.results if "acceptance/" in r.name and r not in cells]
         others = [r for r in report.results if r not in cells and r not in places]
@@ -96,7 +98,7 @@ class SpeculateStudy(SpeculatePlan):
 
 
 def measure(plan: SpeculatePlan, say: Say) -> SpeculateMeasured:
-    """Carries out the plan. Raises DrivenFailed and ConfigError."""
+    """Carries out the plan and returns all measurements. Raises DrivenFailed and ConfigError."""
     measured = SpeculateMeasured()
     for setup in plan.setups_of():
         _measure_setup(plan, setup, measured, say)
@@ -146,7 +148,7 @@ def _measure_cell(
     repeat: int,
     measured: SpeculateMeasured,
 ) -> None:
-    """Measures one cell in every mode."""
+    """Measures one cell in every mode, for one repetition."""
     found: dict[Speculate, list[BatchRun]] = {mode: [] for mode in cell.setup.modes}
     plain_s = 0.0
     for round_ in range(MOST_ROUNDS):
@@ -191,7 +193,9 @@ def _texts(plan: SpeculatePlan) -> list[list[int]]:
 
 
 def _identity_weights(plan: SpeculatePlan) -> Mapping[WeightFormat, KVFormat]:
-    """Returns the weights with which answers are compared; for a quick run the promised ones."""
+    """Returns the weights with which answers are compared. A quick run uses only the promised
+    weights.
+    """
     if plan.is_quick:
         return {WeightFormat.INT8: IDENTITY_WEIGHTS[WeightFormat.INT8]}
     return IDENTITY_WEIGHTS
@@ -219,7 +223,7 @@ def _compare(
     measured: SpeculateMeasured,
     say: Say,
 ) -> None:
-    """Share of requests to the bundled models that are answered alike in all modes."""
+    """Returns the share of requests to the bundled models that have equal answers in all modes."""
     say(f"comparing answers: {weights}")
     ends = facts["eos_token_ids"]
     asks = identity_asks(_texts(plan), plan.identity, end_token_ids=ends, seed=plan.seed)
@@ -236,7 +240,7 @@ def _answers(worker: Driven, mode: Speculate, asks: Sequence[CoreAsk]) -> list[l
 
 
 def _checkpoints(plan: SpeculatePlan, setup: SpeculateSetup) -> tuple[Path, Path]:
-    """Target and draft."""
+    """Returns the folders of target and draft."""
     if setup.shape is None:
         return BUNDLED_MODEL, BUNDLED_DRAFT
     pair = cached_pair(setup.shape, plan.seed)
@@ -247,7 +251,7 @@ def _checkpoints(plan: SpeculatePlan, setup: SpeculateSetup) -> tuple[Path, Path
 def _worker(
     plan: SpeculatePlan, target: Path, draft: Path, weights: WeightFormat, kv_format: KVFormat
 ) -> Iterator[tuple[Driven, Answer]]:
-    """A process with these models, and the facts that it reports."""
+    """Starts a process with these models. Returns it with the facts that it reports."""
     options = CoreOptions(
         target=str(target),
         draft=str(draft),
@@ -267,12 +271,14 @@ def _worker(
     with Driven(str(target), command, environment) as worker:
         worker.start()
         if target == BUNDLED_MODEL:
-            _texts(plan)  # while it loads: reading the corpus takes seconds too
+            _texts(plan)  # reads the corpus, which takes seconds, while the process loads
         yield worker, worker.ready(LOAD_TIMEOUT_S)
 
 
 def _kv_tokens(plan: SpeculatePlan) -> int:
-    """Room for all prompts, which stay cached, and for the sequences of the largest batch."""
+    """Returns the KV tokens for all prompts, which stay cached, and for the sequences of the
+    largest batch.
+    """
     cached = 3 * NUM_PROMPTS * (2 * PROMPT_LEN + MOST_REPEATED)
     running = max(*plan.sizes, 64) * LONGEST_PROMPT
     return cached + running

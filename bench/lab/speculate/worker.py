@@ -1,14 +1,14 @@
-"""Workers without sockets in a process of their own, driven by `bench.lab.speculate.study`.
+"""Worker cores without sockets, in a process that `bench.lab.speculate.study` drives.
 
     python -m bench.lab.speculate.worker '{"target": …}'   (the fields of `CoreOptions`, as JSON)
 
-Each mode of speculation has the core of a mixed worker, with the schedulers and the speculator of a
-real one. It lives from the first command to the last, and keeps what it learns of costs and
-acceptance. The cores share two runners: one of the target alone, as a worker without a draft model
-has it, and one of both models. Only one core works at a time, so the cores of one runner share its
-blocks too.
+Each mode of speculation has its own core of a mixed worker, with the schedulers and the speculator
+of a real worker. A core exists for the whole life of the process, and keeps its measured costs and
+acceptance. The cores share two runners: one with the target only, and one with target and draft.
+Only one core works at a time, so the cores of a runner also share the runner's blocks.
 
-The whole step is timed: the choice of rows and drafts, the passes, and what follows from them.
+The time of a step includes all its parts: the choice of rows and drafts, the passes, and the
+processing of their results.
 """
 
 import statistics
@@ -57,26 +57,26 @@ DEFAULTS = resolve(WorkerConfig(), DeviceKind.CPU)
 GATEWAY = GatewayId("bench")
 NOWHERE = TransferAddress(WorkerId("bench"), Incarnation("bench"), "")
 GREEDY = Sampling(temperature=0.0)
-PASSES_S = 0.3  # passes of a batch size are timed for this long
+PASSES_S = 0.3  # seconds for which the passes of a batch size are timed
 FEWEST_TIMES = 3
 
 _clock = MonotonicClock()
 
 
 class CoreOptions(msgspec.Struct, frozen=True):
-    """Models and sizes."""
+    """Models and sizes of the process."""
 
     target: str
     draft: str
     weights: WeightFormat
     kv_format: KVFormat
     num_threads: int
-    kv_tokens: int  # in each runner
+    kv_tokens: int  # KV tokens of each runner
     max_draft_tokens: int
 
 
 class CoreAsk(msgspec.Struct, frozen=True, array_like=True):
-    """One request."""
+    """One request of the study."""
 
     prompt: list[int]
     num_tokens: int
@@ -86,7 +86,7 @@ class CoreAsk(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def limits(self) -> Limits:
-        """The limits of its answer."""
+        """Returns the limits of the answer's length."""
         begin = len(self.prompt)
         return Limits(
             max_len=begin + self.num_tokens,
@@ -98,11 +98,11 @@ class CoreAsk(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class CoreStep:
-    """One step of a core."""
+    """One step of a core, with its times in seconds."""
 
     begin_s: float
     end_s: float
-    run_s: float  # in the runner
+    run_s: float  # seconds in the runner
     plan: BatchPlan
     result: BatchResult
     messages: list[ToGateway]
@@ -110,16 +110,16 @@ class CoreStep:
 
 @dataclass(slots=True)
 class Answers:
-    """The answers of some requests so far."""
+    """The answers of some requests so far, and counts of their drafts."""
 
     wanted: list[SeqId]
     token_ids: dict[SeqId, list[int]] = field(default_factory=dict)
     finished: set[SeqId] = field(default_factory=set)
-    # Number of rows by (drafted, accepted).
+    # number of rows by (drafted tokens, accepted tokens)
     drafts: Counter[tuple[int, int]] = field(default_factory=Counter)
 
     def record(self, messages: Sequence[ToGateway]) -> None:
-        """Records the messages of a step."""
+        """Records the messages that a step sends."""
         for message in messages:
             match message:
                 case PrefillDone(seq_id, token, finish):
@@ -134,21 +134,21 @@ class Answers:
 
     @property
     def all_have_begun(self) -> bool:
-        """True if each answer has its first token."""
+        """Returns True if each answer has its first token."""
         return len(self.token_ids) == len(self.wanted)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all answers together."""
+        """Returns the number of tokens of all answers together."""
         return sum(map(len, self.token_ids.values()))
 
     def in_order(self) -> list[list[int]]:
-        """The tokens of each answer."""
+        """Returns the tokens of each answer, in order of the requests."""
         return [self.token_ids[seq_id] for seq_id in self.wanted]
 
 
 class MixedCore:
-    """The core of a mixed worker, fed and stepped by hand."""
+    """The core of a mixed worker. The caller submits requests and runs each step."""
 
     def __init__(self, runner: Any, pool: BlockPool, *, speculator: Speculator, guides: Guides):
         self._runner = runner
@@ -164,7 +164,7 @@ class MixedCore:
         self._names = (SeqId(str(number)) for number in count())
 
     def submit(self, asks: Sequence[CoreAsk]) -> list[SeqId]:
-        """Sends requests; returns their names."""
+        """Submits requests. Returns their sequence ids."""
         seq_ids = []
         for ask in asks:
             seq_id = next(self._names)
@@ -174,12 +174,12 @@ class MixedCore:
         return seq_ids
 
     def cancel(self, seq_ids: Sequence[SeqId]) -> None:
-        """Ends requests."""
+        """Cancels requests."""
         for seq_id in seq_ids:
             self.core.handle(FromGateway(GATEWAY, Cancel(seq_id)))
 
     def step(self) -> CoreStep:
-        """Runs one step."""
+        """Runs one step and returns its times."""
         begin_s = _clock.now_s()
         plan, effects = self.core.plan(begin_s)
         messages = _no_refusal(effects)
@@ -192,8 +192,8 @@ class MixedCore:
 
 
 def _no_refusal(effects: Sequence[Effect]) -> list[ToGateway]:
-    """Returns the messages to the gateway. Asserts that no sequence was refused, since a
-    benchmark without enough memory is void.
+    """Returns the messages to the gateway. Asserts that no sequence was refused: without enough
+    memory the benchmark would be invalid.
     """
     messages = [effect.message for effect in effects if isinstance(effect, Emit)]
     for message in messages:
@@ -203,7 +203,7 @@ def _no_refusal(effects: Sequence[Effect]) -> list[ToGateway]:
 
 
 class Bench:
-    """Cores of all modes; its other methods are its commands."""
+    """The cores of all modes. Its other methods are the commands of the process."""
 
     def __init__(self, options: CoreOptions) -> None:
         import torch
@@ -226,19 +226,20 @@ class Bench:
         }
 
     def generate(self, mode: str, asks: list[Any]) -> dict[str, object]:
-        """Answers all to their ends, as many at a time as a worker runs."""
+        """Answers all requests completely, with as many at a time as a worker runs."""
         return {"answers": self._generate(self._services[Speculate(mode)], _asks(asks))}
 
     def prime(self, asks: list[Any]) -> dict[str, object]:
-        """Computes prompts in both runners, so that they are found in their caches."""
+        """Computes prompts in both runners, so that later requests find the prompts cached."""
         once = [msgspec.structs.replace(ask, num_tokens=1) for ask in _asks(asks)]
         for mode in (Speculate.OFF, Speculate.DRAFT):
             self._generate(self._services[mode], once)
         return {}
 
     def decode(self, mode: str, asks: list[Any]) -> dict[str, object]:
-        """Times decoding from the step after the last request had its first token until one has
-        all its tokens; drafts may go beyond."""
+        """Times decoding. The time begins with the step after the last request had its first token.
+        It ends when one request has all its tokens; drafts may exceed this number.
+        """
         service, wanted = self._services[Speculate(mode)], _asks(asks)
         answers = Answers(service.submit(_with_room(wanted, self._options.max_draft_tokens)))
         while not answers.all_have_begun:
@@ -263,10 +264,10 @@ class Bench:
         }
 
     def passes(self, batch: int, context_len: int, lens: list[int]) -> dict[str, object]:
-        """Returns the seconds of passes of `batch` sequences by themselves.
+        """Returns the seconds of single passes of `batch` sequences.
 
-        There are plain passes, passes that verify and passes that propose this many tokens. Call it
-        first: later, blocks have owners.
+        There are plain passes, passes that verify drafts of these lengths, and passes that propose
+        drafts. Call this before other commands: it overwrites blocks, so all blocks must be free.
         """
         assert all(pool.counts().free == pool.num_blocks for pool in self._pools.values())
         num_blocks = self._alone.layout.num_blocks_for(context_len + max(lens) + 1)
@@ -278,7 +279,8 @@ class Bench:
         draft: list[list[float]] = [[] for _ in lens]
         end_s = _clock.now_s() + PASSES_S
         while _clock.now_s() < end_s or len(plain) < FEWEST_TIMES:
-            self._alone.run(without)  # not timed: the other runner's weights fill the caches
+            # not timed: it loads the other runner's weights into the caches
+            self._alone.run(without)
             plain.append(_timed_s(self._alone, without)[0])
             self._paired.run(without)
             for plan, verify_s, draft_s in zip(plans, verify, draft, strict=True):
@@ -292,7 +294,7 @@ class Bench:
         }
 
     def _service(self, mode: Speculate, guides: Guides) -> MixedCore:
-        """Builds the core as a worker of that mode has it."""
+        """Builds the core of a worker with this mode."""
         has_draft_model = mode in (Speculate.DRAFT, Speculate.AUTO)
         runner = self._paired if has_draft_model else self._alone
         speculator = Speculator(
@@ -335,7 +337,9 @@ def _asks(asks: list[Any]) -> list[CoreAsk]:
 
 
 def _with_room(asks: Sequence[CoreAsk], num_tokens: int) -> list[CoreAsk]:
-    """Returns the requests with longer answers, because drafts get shorter near an answer's end."""
+    """Returns the requests with longer answers, because drafts get shorter near the end of an
+    answer.
+    """
     return [msgspec.structs.replace(ask, num_tokens=ask.num_tokens + num_tokens) for ask in asks]
 
 
@@ -347,7 +351,7 @@ def _one_is_complete(answers: Answers, asks: Sequence[CoreAsk]) -> bool:
 
 
 def _described(step: CoreStep) -> list[float]:
-    """Seconds, rows, tokens verified beyond one a row, passes of the draft model."""
+    """Returns a step's seconds, rows, verified draft tokens, and passes of the draft model."""
     return [
         step.end_s - step.begin_s,
         len(step.plan.rows),
@@ -357,7 +361,7 @@ def _described(step: CoreStep) -> list[float]:
 
 
 def _row(index: int, *, context_len: int, num_blocks: int, num_to_draft: int = 0) -> Row:
-    """A decode row over blocks of its own, whose contents do not matter."""
+    """Returns a decode row with its own blocks. The contents of the blocks do not matter."""
     blocks = range(index * num_blocks, (index + 1) * num_blocks)
     return Row(
         seq_id=SeqId(str(index)),
@@ -371,7 +375,7 @@ def _row(index: int, *, context_len: int, num_blocks: int, num_to_draft: int = 0
 
 
 def _timed_s(runner: Runner, plan: BatchPlan) -> tuple[float, float]:
-    """Seconds of the whole step, and of the draft model in it."""
+    """Runs a step. Returns its seconds, and the seconds of the draft model in it."""
     begin_s = _clock.now_s()
     times = runner.launch(plan).result().times
     assert times is not None
@@ -379,7 +383,7 @@ def _timed_s(runner: Runner, plan: BatchPlan) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Answers commands until they end."""
+    """Answers commands until standard input is closed."""
     out = stdout_for_answers()
     options = msgspec.json.decode(sys.argv[1], type=CoreOptions)
     drive(lambda: Bench(options), sys.stdin, out)

@@ -1,1 +1,3 @@
-"""`baton bench store`: what a KV store saves, its limits, and its cost to running streams."""
+"""`baton bench store`: the time that a KV store saves, its limits, and its cost to running
+streams.
+"""

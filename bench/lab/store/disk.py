@@ -1,9 +1,9 @@
 """Measures loads from disk through `DiskTier` beside `fio`, on the same file, in turn.
 
-Both read each slot of one slab once, in random order, with the same number of requests under way,
-past the page cache. So both read the same bytes at the same places of the disk. `DiskTier` also
-verifies each block's checksum and copies it to its row; fio throws away what it read. Nothing is
-left in the directory.
+Both read each slot of one slab once, in random order, with the same number of requests in flight,
+and without the page cache. So both read the same bytes at the same places of the disk. `DiskTier`
+also verifies each block's checksum and copies the block to a row of memory; fio discards the data.
+All files are removed at the end.
 """
 
 import json
@@ -28,31 +28,34 @@ from kvtransfer.store.disk.measuring import RecoveryTime, measure_recovery
 from kvtransfer.store.disk.tier import DiskRead, DiskTier, DiskTuning, DiskWrite
 
 IDENTITY = bytes(16)
-NUM_ROWS = 2 * DISK_DEPTH  # rows of memory that blocks are read into
+NUM_ROWS = 2 * DISK_DEPTH  # number of memory rows into which blocks are read
 WAIT_S = 10.0
 CLOSE_TIMEOUT_S = 10.0
-MOST_RECOVERIES = 3  # each writes a table of 250 bytes a block before
+MOST_RECOVERIES = 3  # most timed recoveries; before each, a table of 250 bytes per block is written
 FIO_TIMEOUT_S = 120.0
 SLAB = "slab-00000"
-FIO_ENGINES = ("io_uring", "libaio", "psync")  # the first one that works here counts
+# fio engines in order of preference; the first one that works is used
+FIO_ENGINES = ("io_uring", "libaio", "psync")
 
 
 class DiskNotMeasured(BatonError):
-    """The disk or fio did not do what was asked."""
+    """The disk or fio did not read as requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class DiskRates:
-    """Bytes per second of each repetition. `fio` is None without fio, for this reason."""
+    """Bytes per second of each repetition. `fio` is None if fio could not run; `reason`
+    says why.
+    """
 
     tier: tuple[float, ...]
     fio: tuple[float, ...] | None
     reason: str = ""
-    facts: str = ""  # what read: engines
+    facts: str = ""  # the engines that read
 
 
 def measure(plan: StorePlan, say: Say = say_nothing) -> DiskRates:
-    """Carries it out. Raises BatonError."""
+    """Measures both rates. Raises BatonError."""
     block_bytes = plan.block_bytes
     fio = shutil.which("fio")
     with (
@@ -80,7 +83,9 @@ def measure(plan: StorePlan, say: Say = say_nothing) -> DiskRates:
 
 
 def recovery(plan: StorePlan, folder: Path, say: Say = say_nothing) -> tuple[RecoveryTime, ...]:
-    """Times starts with many blocks on disk, in `folder`. Raises BatonError, OSError."""
+    """Measures the seconds until a store with many blocks on disk has started. Uses `folder`.
+    Raises BatonError, OSError.
+    """
     found = []
     for repeat in range(min(plan.repeat, MOST_RECOVERIES)):
         say(f"a start with {plan.recovered:,} blocks on disk, {repeat + 1}")
@@ -90,13 +95,14 @@ def recovery(plan: StorePlan, folder: Path, say: Say = say_nothing) -> tuple[Rec
 
 @contextmanager
 def _filled(directory: Path, block_bytes: int) -> Iterator[DiskTier]:
-    """A tier whose slots are all written."""
+    """Returns a disk tier whose slots are all full."""
     num_blocks = DISK_TOTAL_BYTES // block_bytes
     tier = DiskTier(
         directory,
         identity=IDENTITY,
         block_bytes=block_bytes,
-        max_bytes=num_blocks * (_stride(block_bytes) + HEADER_BYTES),  # one slab, all full
+        # one slab with all slots full
+        max_bytes=num_blocks * (_stride(block_bytes) + HEADER_BYTES),
         tuning=DiskTuning(depth=DISK_DEPTH),
     )
     clock = MonotonicClock()
@@ -111,7 +117,7 @@ def _filled(directory: Path, block_bytes: int) -> Iterator[DiskTier]:
 
 
 def _loaded(tier: DiskTier, block_bytes: int, rng: Random) -> float:
-    """Reads every block once, in random order; returns bytes per second."""
+    """Reads every block once, in random order. Returns the bytes per second."""
     num_blocks = DISK_TOTAL_BYTES // block_bytes
     rows = np.zeros((NUM_ROWS, block_bytes), np.uint8)
     slots = rng.sample(range(num_blocks), num_blocks)
@@ -123,7 +129,9 @@ def _loaded(tier: DiskTier, block_bytes: int, rng: Random) -> float:
 
 
 def _carry_out(tier: DiskTier, requests: list[DiskRead] | list[DiskWrite]) -> None:
-    """Keeps as many requests under way as there is room for. Raises DiskNotMeasured."""
+    """Performs the requests, with as many in flight as rows and depth allow. Raises
+    DiskNotMeasured.
+    """
     clock = MonotonicClock()
     num_begun = num_ended = 0
     while num_ended < len(requests):
@@ -141,7 +149,7 @@ def _carry_out(tier: DiskTier, requests: list[DiskRead] | list[DiskWrite]) -> No
 
 
 def _stride(block_bytes: int) -> int:
-    """Bytes from one slot to the next."""
+    """Returns the bytes from one slot to the next."""
     return -(-block_bytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -150,7 +158,7 @@ def _hash_of(slot: int) -> bytes:
 
 
 def _engine_of(fio: str, slab: Path, block_bytes: int) -> str | None:
-    """Returns the first engine with which fio can read here, or None."""
+    """Returns the first engine with which fio can read on this machine, or None."""
     for engine in FIO_ENGINES:
         try:
             _fio_rate(fio, engine, slab, block_bytes)
@@ -161,7 +169,7 @@ def _engine_of(fio: str, slab: Path, block_bytes: int) -> str | None:
 
 
 def _fio_rate(fio: str, engine: str, slab: Path, block_bytes: int) -> float:
-    """Reads each slot once; returns bytes per second. Raises DiskNotMeasured."""
+    """Reads each slot once with fio. Returns the bytes per second. Raises DiskNotMeasured."""
     command = [
         *(fio, "--name=read", f"--filename={slab}", "--rw=randread", "--direct=1"),
         *(f"--bs={_stride(block_bytes)}", f"--iodepth={DISK_DEPTH}", f"--ioengine={engine}"),

@@ -2,24 +2,24 @@
 
 | result                      | unit  |                                                            |
 |-----------------------------|-------|------------------------------------------------------------|
-| ttft/WAY                    | ms    | of the same prompts: cold; from the store's memory; from   |
-|                             |       | its disk; cached in the worker (the limit of both pulls)   |
-| ttft_gain/WAY               |       | TTFT of the same prompt computed, over this one            |
-| pull_share/WAY              | share | of the TTFT, from the worker's intake to its first chunk   |
-| rest_share/WAY              | share | of the TTFT: computing what was not pulled                 |
+| ttft/WAY                    | ms    | TTFT of the same prompts: cold; from the store's memory;   |
+|                             |       | from its disk; cached in the worker (limit of both pulls)  |
+| ttft_gain/WAY               |       | TTFT of the cold prompt over TTFT of this way              |
+| pull_share/WAY              | share | part of the TTFT: from the worker's intake to first chunk  |
+| rest_share/WAY              | share | part of the TTFT: computing tokens that were not pulled    |
 | pull/MOVER/SIZE             | GiB/s | scattered blocks; limit: memcpy                            |
-| pull_of_shm/SIZE            |       | a pull from the slab over one between workers              |
+| pull_of_shm/SIZE            |       | GiB/s of pulls from the slab over pulls between workers    |
 | disk_load, disk_fio         | GiB/s | random blocks; the limit of the first is the second        |
-| disk_load_of_fio            |       | both of the same repetition                                |
+| disk_load_of_fio            |       | disk_load over disk_fio of the same repetition             |
 | itl_p99/SETTING             | ms    | gaps of streams: store off, on, and off again              |
-| itl_p99_ratio/on            |       | on over off, of the same repetition                        |
-| itl_p99_ratio/again         |       | off over off: the noise                                    |
-| taken_blocks                |       | by the store, of all runs with it                          |
-| store_cpu                   | %     | of one core, that the store took meanwhile                 |
+| itl_p99_ratio/on            |       | store on over store off, in the same repetition            |
+| itl_p99_ratio/again         |       | second run without store over first: the noise             |
+| taken_blocks                |       | blocks that the store took in, in all runs with a store    |
+| store_cpu                   | %     | share of one core that the store used meanwhile            |
 | recovery                    | s     | until a store knows all blocks on disk                     |
 | hit_share/SETTING           | share | prompt tokens that were cached or pulled; with, without    |
-| turn_ttft/SETTING/p50, /p99 | ms    | of all turns                                               |
-| turns_per_s/SETTING         | 1/s   | in a closed loop                                           |
+| turn_ttft/SETTING/p50, /p99 | ms    | TTFT of all turns                                          |
+| turns_per_s/SETTING         | 1/s   | turns answered in a closed loop                            |
 """
 
 import statistics
@@ -40,13 +40,13 @@ from bench.lab.store.plan import AGAIN, OFF, ON, STREAM_ARMS
 from kvtransfer.store.disk.measuring import RecoveryTime
 
 SLAB = "slab"
-LOOSE = 0.05  # if the noise of p99 is larger, its goal means little
+LOOSE = 0.05  # if the noise of p99 is larger, a warning says that its goal means little
 INTAKE, COMPUTE = "prefill_queue", "prefill_compute"  # stages of a prompt in its worker
 
 
 @dataclass(frozen=True, slots=True)
 class StoreMeasured:
-    """The measurements of each part; None for a part that was left out or failed."""
+    """The measurements of each part. A part that was left out or failed is None."""
 
     restarts: RestartTimes | None = None
     pulls: Mapping[TimeKey, tuple[float, ...]] | None = None
@@ -55,12 +55,12 @@ class StoreMeasured:
     recovery: tuple[RecoveryTime, ...] = ()
     turns: TurnsMeasured | None = None
     peer: PeerRestart | None = None
-    background: tuple[float, ...] = ()  # share of the CPU that others used, by part
+    background: tuple[float, ...] = ()  # share of the CPU that other programs used, by part
     missing: tuple[Missing, ...] = field(default=())
 
 
 def results(measured: StoreMeasured) -> tuple[Result, ...]:
-    """All results of the parts that were measured."""
+    """Returns all results of the parts that were measured."""
     found: list[Result] = []
     if measured.restarts is not None:
         found += restart_results(measured.restarts, measured.peer)
@@ -80,7 +80,9 @@ def results(measured: StoreMeasured) -> tuple[Result, ...]:
 
 
 def restart_results(times: RestartTimes, peer: PeerRestart | None = None) -> list[Result]:
-    """TTFT by where a prompt's prefix came from, and what the pulls saved; the peer's beside."""
+    """Returns TTFT by the source of a prompt's prefix, the gain of pulls, and the peer's
+    figures.
+    """
     ways = {
         "cold": times.cold,
         "memory": times.memory,
@@ -106,7 +108,9 @@ def restart_results(times: RestartTimes, peer: PeerRestart | None = None) -> lis
 
 
 def pull_results(seconds: Mapping[TimeKey, tuple[float, ...]]) -> list[Result]:
-    """Bandwidths of slab and shm beside memcpy's fastest way, and slab over shm."""
+    """Returns the bandwidths of slab and shm, with memcpy's fastest way as limit, and slab over
+    shm.
+    """
     found = []
     for case in dict.fromkeys(key.case for key in seconds):
         rates = {
@@ -134,7 +138,7 @@ def pull_results(seconds: Mapping[TimeKey, tuple[float, ...]]) -> list[Result]:
 
 
 def disk_results(rates: DiskRates) -> list[Result]:
-    """Loads through the disk tier, beside fio if it ran."""
+    """Returns the bandwidth of loads through the disk tier, with fio's as limit if fio ran."""
     ours = result_of("disk_load", [rate / GIB for rate in rates.tier], "GiB/s")
     if rates.fio is None:
         return [ours]
@@ -144,7 +148,7 @@ def disk_results(rates: DiskRates) -> list[Result]:
 
 
 def stream_results(measured: StreamsMeasured) -> list[Result]:
-    """p99 of gaps of each arm, and its ratios within each repetition."""
+    """Returns the p99 of gaps in each arm, and the ratios of arms within each repetition."""
     p99_ms: dict[str, list[float]] = {
         arm: [1e3 * percentile(run.gaps_s, 99) for run in measured.runs if run.arm == arm]
         for arm in STREAM_ARMS
@@ -160,7 +164,7 @@ def stream_results(measured: StreamsMeasured) -> list[Result]:
 
 
 def turn_results(setting: str, run: LoadRun) -> list[Result]:
-    """Hits and times to the first token of one setting."""
+    """Returns the hit share, times to the first token and rate of one setting."""
     answers = run.answers
     ttft_ms = _ttft_ms(answers)
     cached = sum(answer.num_cached_tokens or 0 for answer in answers)
@@ -174,7 +178,7 @@ def turn_results(setting: str, run: LoadRun) -> list[Result]:
 
 
 def warnings(measured: StoreMeasured, found: Iterable[Result]) -> list[str]:
-    """Facts that a reader should know before trusting the results."""
+    """Returns facts that a reader needs before trusting the results."""
     lines = [missing.warning for missing in measured.missing]
     if measured.disk is not None and measured.disk.fio is None:
         lines.append(f"loads from disk stand alone: {measured.disk.reason}")

@@ -1,23 +1,23 @@
-"""The parts of `bench store` that need a deployment, started as a user starts it.
+"""The parts of `bench store` that run a deployment, started with `baton serve`.
 
 `measure_restarts` measures the TTFT of long prompts: computed, and pulled from the store.
 
-1. Prompts are computed, one at a time. The store takes their blocks, and writes them to disk.
-2. All workers are killed. Others start, and compute one other prompt, as a start must.
-3. Each prompt again: its blocks can only come from the store's memory. Then once more, now cached
-   in the worker: that is what remains if the pull took no time.
+1. Prompts are computed, one at a time. The store takes in their blocks and writes them to disk.
+2. All workers are killed. New workers start and compute one other prompt, as a warm-up.
+3. Each prompt is sent again: its blocks can only be pulled from the store's memory. Then it is sent
+   once more and is cached in the worker: this TTFT is the limit for a pull that takes no time.
 4. Everything is stopped and started again. The store's memory is empty now.
-5. Each prompt again: its blocks can only come from disk.
+5. Each prompt is sent again: its blocks can only be pulled from disk.
 
-If a prompt's prefix came from another place than intended, the run ends with an error.
+If a prompt's prefix is from another source than intended, the run fails.
 
-`measure_streams` measures the gaps of running streams with and without a store beside them. Two
-deployments are up, one of them idle. In each, streams decode while prompts come one after the
-other. With a store, the blocks of these prompts are taken and written to disk meanwhile.
+`measure_streams` measures the gaps of running streams with and without a store. Two deployments
+run, and one is idle. In the other, streams decode while prompts are sent one after the other. A
+store, if there is one, takes in the blocks of these prompts and writes them to disk meanwhile.
 
-`measure_turns` measures clients whose histories grow and do not all fit the workers. The same load
-is sent to a deployment without a store and to one with a store. It is a closed loop: it says what a
-fixed number of clients get, not what a server can take.
+`measure_turns` measures clients whose histories grow and do not all fit into the workers' memory.
+The same load is sent to a deployment without a store and to one with a store. It is a closed loop:
+it measures the service for a fixed number of clients, not the capacity of a server.
 """
 
 import os
@@ -75,10 +75,10 @@ STATES = ("free", "cached", "owned", "leased", "in_flight")
 
 
 def store_samples(text: str) -> dict[str, float]:
-    """Samples of all stores together, by `name` or `name:label`. Pure.
+    """Returns the samples, summed over all stores, by `name` or `name:label`. Pure.
 
     So `slots:free` are free slots of memory, and `tier_reads_total:disk` the blocks read from disk.
-    Of a tier's counts by reason, the sum over all reasons is returned.
+    If a tier counts by reason, the sum over all reasons is returned.
     """
     found: dict[str, float] = {}
     for line in text.splitlines():
@@ -92,12 +92,14 @@ def store_samples(text: str) -> dict[str, float]:
 
 
 def num_slots(samples: dict[str, float]) -> float:
-    """Returns the number of memory slots in any state."""
+    """Returns the number of the stores' memory slots, in any state."""
     return sum(samples.get(f"slots:{state}", 0.0) for state in STATES)
 
 
 async def read_store_samples(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
-    """Requests a gateway's samples; empty if it does not answer, or knows no store."""
+    """Requests the samples of a gateway. Returns an empty mapping if it does not answer or knows no
+    store.
+    """
     try:
         async with session.get(f"{url}/metrics") as response:
             return store_samples(await response.text())
@@ -112,14 +114,16 @@ RETRY_EVERY_S = 0.5
 
 
 class StoreNotReady(BatonError):
-    """The store does not hold in time what it should."""
+    """The store did not reach the expected state in time."""
 
 
 @contextmanager
 def served_with_store(
     checkpoint: Path, options: Options, *, store_mib: int, disk: Path | None = None
 ) -> Iterator[ServedDeployment]:
-    """Runs `baton serve`, with a store unless `store_mib` is 0. Raises ServerFailed."""
+    """Runs `baton serve` during the context. Without a store if `store_mib` is 0. Raises
+    ServerFailed.
+    """
     environment = {"BATON_STORE__MEMORY_MIB": str(store_mib)}
     if disk is not None:
         environment["BATON_STORE__DISK"] = str(disk)
@@ -140,14 +144,14 @@ class StoreClient:
         self.model = model
 
     async def ask(self, prompt: list[int], output_len: int = 1) -> Answer:
-        """Returns the answer. Raises RequestsFailed."""
+        """Sends a prompt and returns the answer. Raises RequestsFailed."""
         result = await self.send(self._body(prompt, output_len))
         if isinstance(result, Failure):
             raise RequestsFailed("a prompt", [result])
         return result
 
     async def ask_until_served(self, prompt: list[int]) -> Answer:
-        """Repeats a request of both pools until workers are there. Raises RequestsFailed."""
+        """Sends a request that needs both pools, until workers answer it. Raises RequestsFailed."""
         end_s = self._clock.now_s() + SERVED_WITHIN_S
         while True:
             result = await self.send(self._body(prompt, 2))
@@ -158,11 +162,11 @@ class StoreClient:
             await pause(RETRY_EVERY_S)
 
     async def samples(self) -> dict[str, float]:
-        """Returns the store's samples, which are up to a second old."""
+        """Returns the store's samples, which may be one second old."""
         return await read_store_samples(self._session, self.served.url)
 
     async def until(self, holds: Callable[[Mapping[str, float]], bool], what: str) -> None:
-        """Waits until the store's samples are so. Raises StoreNotReady."""
+        """Waits until a condition on the store's samples is true. Raises StoreNotReady."""
 
         async def is_so() -> bool:
             return holds(await self.samples())
@@ -182,7 +186,7 @@ class StoreClient:
 
 @asynccontextmanager
 async def store_client(served: ServedDeployment) -> AsyncIterator[StoreClient]:
-    """Opens a client. Raises ServerUnreachable."""
+    """Opens a client for the context. Raises ServerUnreachable."""
     async with http_session(REQUEST_TIMEOUT_S) as session:
         client = ServeClient(session, ServeTarget(served.url), MonotonicClock())
         yield StoreClient(session, served, client.send, await client.first_model())
@@ -194,16 +198,16 @@ OFFERED = "offered_blocks_total:host"
 
 
 class PrefixElsewhere(BatonError):
-    """A prompt's prefix was not pulled from where it should be."""
+    """A prompt's prefix was not pulled from the intended source."""
 
 
 @dataclass(frozen=True, slots=True)
 class RestartTimes:
-    """The answers to the same prompts, in the same order."""
+    """The answers to the same prompts by source of the prefix, all in the same order."""
 
     cold: tuple[Answer, ...]
     memory: tuple[Answer, ...]
-    worker: tuple[Answer, ...]  # cached in the worker itself
+    worker: tuple[Answer, ...]  # prefix cached in the worker itself
     disk: tuple[Answer, ...]
 
 
@@ -211,7 +215,9 @@ Prompts = list[list[int]]
 
 
 def measure_restarts(plan: StorePlan, folder: Path, say: Say = say_nothing) -> RestartTimes:
-    """Measures, with the store's files in `folder`. Raises BatonError, PrefixElsewhere."""
+    """Measures the TTFT after restarts, with the store's files in `folder`. Raises BatonError,
+    PrefixElsewhere.
+    """
     checkpoint = cached_checkpoint(plan.shape, plan.seed)
     vocab = plain_token_ids(checkpoint)
     prompts = store_prompts(plan, vocab, plan.prompts, name="prompts")
@@ -276,7 +282,7 @@ async def _from_disk(
 
 
 async def _ask_all(client: StoreClient, prompts: Prompts, *, num_cached: int) -> tuple[Answer, ...]:
-    """Sends the prompts one at a time. Raises PrefixElsewhere if another number of tokens was
+    """Sends the prompts one at a time. Raises PrefixElsewhere if an unexpected number of tokens was
     cached.
     """
     answers = tuple([await client.ask(prompt) for prompt in prompts])
@@ -293,21 +299,22 @@ def _written(samples: Mapping[str, float]) -> float:
 TAKEN = "taken_blocks_total"
 WRITTEN = "tier_writes_total:disk"
 CPU = "cpu_seconds_total"
-LEAST_WRITTEN = 32  # blocks of all runs with a store, or it had nothing to do
+# if the store takes or writes fewer blocks in all runs, the measurement fails
+LEAST_WRITTEN = 32
 
 
 @dataclass(frozen=True, slots=True)
 class StreamsMeasured:
-    """All runs, and what the store did meanwhile."""
+    """All runs of the streams, and the work of the store meanwhile."""
 
     runs: tuple[BesideRun, ...]
     taken_blocks: float
     written_blocks: float
-    store_cpu: float = 0.0  # share of one core, while streams ran beside the store
+    store_cpu: float = 0.0  # share of one core that the store used while streams ran
 
 
 def measure_streams(plan: StorePlan, folder: Path, say: Say = say_nothing) -> StreamsMeasured:
-    """Carries it out with the store's files in `folder`. Raises BatonError."""
+    """Measures the gaps of streams, with the store's files in `folder`. Raises BatonError."""
     with ExitStack() as stack:
         checkpoint = stack.enter_context(linked_checkpoint(plan.shape, seed=plan.seed))
         vocab = plain_token_ids(checkpoint)
@@ -361,7 +368,9 @@ async def _measure(
 async def _run(
     asked: StreamAsk, seed: int, client: StoreClient, vocab: Sequence[int], *, name: str
 ) -> BesideRun:
-    """Runs streams and prompts once; `name` keeps its prompts apart from other runs'."""
+    """Runs streams and prompts once. `name` makes the prompts different from other runs'
+    prompts.
+    """
     rng = Random(f"{seed}/{name}")
     streams, load = (bodies(ask, vocab, model=client.model, rng=rng) for ask in (asked, PROMPTS))
     some = [*islice(streams, asked.at_once)]
@@ -374,14 +383,14 @@ TURN_TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class TurnsMeasured:
-    """The same load without and with a store."""
+    """Runs of the same load, without and with a store."""
 
     without: LoadRun
     with_store: LoadRun
 
 
 def measure_turns(plan: StorePlan, say: Say = say_nothing) -> TurnsMeasured:
-    """Carries it out. Raises BatonError."""
+    """Measures clients with growing histories. Raises BatonError."""
     runs = []
     for store_mib in (0, STORE_MIB):
         say(f"{TURNS.clients} clients {'with' if store_mib else 'without'} a store")

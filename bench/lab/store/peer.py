@@ -1,7 +1,8 @@
-"""Measures vLLM on the prompts of `restarts`: computed, and again by a new process.
+"""Measures vLLM on the prompts of `measure_restarts`: computed, and loaded from files by a new
+process.
 
-vLLM computes in fp32, the only format in which it runs these checkpoints on a CPU, with one thread
-like our worker. Its files are on the measured disk, but stay in the system's page cache.
+vLLM computes in fp32, because it runs these checkpoints on a CPU in no other format. It has one
+thread, like our worker. Its files are on the measured disk, but stay in the system's page cache.
 """
 
 from collections.abc import Sequence
@@ -19,12 +20,13 @@ from bench.processes.driven import Driven
 SCRIPT = Path(__file__).parent / "vllm_files.py"
 START_TIMEOUT_S = 180.0
 ASK_TIMEOUT_S = 120.0
-LEAST_CACHED = 0.9  # share of a prompt: vLLM's blocks are larger than ours
+# least share of a prompt that must be cached: vLLM's blocks are larger than ours
+LEAST_CACHED = 0.9
 
 
 @dataclass(frozen=True, slots=True)
 class PeerRestart:
-    """Seconds of the same prompts in vLLM: computed, and read from files by a new process."""
+    """Seconds of the same prompts in vLLM: computed, and loaded from files by a new process."""
 
     cold_s: tuple[float, ...]
     files_s: tuple[float, ...]
@@ -34,7 +36,7 @@ class PeerRestart:
 def measure(
     plan: StorePlan, peer: PeerProgram, folder: Path, say: Say = say_nothing
 ) -> PeerRestart:
-    """Measures, with vLLM's files in `folder`. Raises DrivenFailed, PrefixElsewhere."""
+    """Measures vLLM, with its files in `folder`. Raises DrivenFailed, PrefixElsewhere."""
     checkpoint = cached_checkpoint(plan.shape, plan.seed)
     vocab = plain_token_ids(checkpoint)
     prompts = store_prompts(plan, vocab, plan.prompts, name="prompts")
@@ -71,6 +73,6 @@ def _environment(peer: PeerProgram) -> dict[str, str]:
     threads = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "0"}
     environment = environment_of_peers() | threads
     openmp = peer.python.parent.parent / "lib" / "libiomp5.so"
-    if openmp.exists():  # as its documentation recommends
+    if openmp.exists():  # vLLM's documentation recommends to preload OpenMP
         environment["LD_PRELOAD"] = str(openmp)
     return environment

@@ -2,15 +2,15 @@
 
     ttft      time to the first token of long prompts: computed, and pulled from the store's memory
               after all workers were killed, and from its disk after everything was stopped
-    memory    pulls out of a store's slab beside pulls between workers, and beside memcpy
-    disk      loads from disk beside `fio`, at the same size and depth, on the same directory
-    itl       gaps of running streams while a store takes blocks and writes them down, beside the
-              same without a store
+    memory    pulls from a store's slab, pulls between workers, and memcpy
+    disk      loads from disk and `fio`, with the same size and depth, in the same directory
+    itl       gaps of running streams while a store takes in blocks and writes them to disk, and
+              gaps of the same streams without a store
     recovery  the start of a store with many blocks on disk
-    turns     clients whose histories do not all fit the workers, with and without a store
+    turns     clients whose histories exceed the workers' memory, with and without a store
 
-Parts that need a deployment run a model of a named shape with random weights. Each has one prefill
-worker and one decode worker of one thread.
+Parts with a deployment use a model of a named shape with random weights. A deployment has one
+prefill worker and one decode worker, with one thread each.
 """
 
 import tempfile
@@ -33,24 +33,27 @@ from bench.lab.streams import StreamAsk
 from engine.errors import ConfigError
 
 BLOCK_TOKENS = 16
-KV_BYTES = 4  # for one element, as workers on a CPU keep it
-PULL_SIZES = (64 * KIB, 1 * MIB)  # beside the size of the shape's own blocks
+KV_BYTES = 4  # bytes of one KV element, as workers on a CPU store it
+# block sizes of pulls, in addition to the size of the shape's own blocks
+PULL_SIZES = (64 * KIB, 1 * MIB)
 PULL_TOTAL_BYTES = 48 * MIB
 PULLS_IN_A_REPETITION = 5
 DISK_TOTAL_BYTES = 512 * MIB
 STREAMS = StreamAsk(at_once=4, input_len=64, output_len=480)
-PROMPTS = StreamAsk(at_once=1, input_len=512, output_len=1)  # whose blocks the store takes
-DISK_DEPTH = 32  # requests under way at once
+# the prompts whose blocks the store takes in while streams run
+PROMPTS = StreamAsk(at_once=1, input_len=512, output_len=1)
+DISK_DEPTH = 32  # disk requests in flight
 STORE_MIB = 1024
 PEERS = ("vllm",)
 MIN_PROMPT_LEN = 2 * BLOCK_TOKENS
 QUICK_PROMPT_LEN = 512
 SERVED: Mapping[str, Scalar] = {"--prefill": 1, "--decode": 1, "--threads": 1, "--weights": "int8"}
-OFF, ON, AGAIN = STREAM_ARMS = ("off", "on", "again")  # `again` repeats `off`: the noise
+# arms of `itl`; `again` repeats `off` to measure the noise
+OFF, ON, AGAIN = STREAM_ARMS = ("off", "on", "again")
 
 
 class StorePart(StrEnum):
-    """One measurement of `bench store`."""
+    """One part of `bench store`."""
 
     TTFT = "ttft"
     MEMORY = "memory"
@@ -66,17 +69,18 @@ QUICK_PARTS = (StorePart.TTFT, StorePart.MEMORY, StorePart.DISK, StorePart.RECOV
 
 @dataclass(frozen=True, slots=True)
 class TurnLoad:
-    """Clients in a closed loop, whose prompts grow with each turn."""
+    """Clients in a closed loop. Their prompts grow with each turn."""
 
     clients: int = 20
     turns: int = 10
-    input_len: int = 64  # that a turn adds
+    input_len: int = 64  # tokens that a turn adds
     output_len: int = 16
-    worker_mib: int = 64  # KV for some 2,700 of 25,600 tokens of the 88 M shape
+    # KV memory of a worker: 2,700 of the 25,600 tokens of all histories (88 M shape)
+    worker_mib: int = 64
 
     @property
     def num_requests(self) -> int:
-        """Requests of all clients."""
+        """Returns the number of requests of all clients."""
         return self.clients * self.turns
 
 
@@ -85,7 +89,7 @@ TURNS = TurnLoad()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorePlan(Experiment):
-    """The options of the study, and what follows from them."""
+    """The options of the study, with the values that depend on them."""
 
     NAME: ClassVar = "store"
     QUICK: ClassVar = "Short prompts; neither streams nor turns: under 50 s."
@@ -115,7 +119,7 @@ class StorePlan(Experiment):
     peer: Annotated[list[str] | None, peer_option(*PEERS)] = None
 
     def __post_init__(self) -> None:
-        """Raises ConfigError, which names the option that is wrong."""
+        """Raises ConfigError, which names the wrong option."""
         if not self.chosen:
             raise ConfigError("--parts: none given")
         shape = shape_named(self.shape)
@@ -130,34 +134,36 @@ class StorePlan(Experiment):
 
     @property
     def chosen(self) -> tuple[StorePart, ...]:
-        """Returns the parts."""
+        """Returns the parts to measure."""
         return values_of("--parts", self.parts, StorePart, f"a list of {ALL_PARTS}")
 
     @property
     def folder(self) -> Path:
-        """Returns the directory on the disk that is measured."""
+        """Returns the directory on the measured disk."""
         return self.disk or Path(tempfile.gettempdir())
 
     @property
     def peers(self) -> tuple[PeerProgram, ...]:
-        """Returns the peers of `--peer`."""
+        """Returns the peers that `--peer` names."""
         return peers_named(self.peer or (), PEERS)
 
     @property
     def block_bytes(self) -> int:
-        """Returns the bytes of a block of the shape."""
+        """Returns the bytes of a KV block of the shape."""
         shape = shape_named(self.shape)
         per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * KV_BYTES
         return BLOCK_TOKENS * per_token
 
     @property
     def cached_len(self) -> int:
-        """Returns the tokens of a prompt that can be pulled: at least one is left to compute."""
+        """Returns the prompt tokens that can be pulled. At least one token must be computed."""
         return (self.prompt_len - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
     @property
     def pulls(self) -> KvPulls:
-        """Returns the pulls of `memory`: as in `bench kv`, of whole pools only."""
+        """Returns the pulls of the part `memory`. They are those of `bench kv` with the most
+        blocks.
+        """
         sizes = dict.fromkeys((PULL_SIZES[0], self.block_bytes, PULL_SIZES[1]))
         return KvPulls(
             tuple(sizes),
@@ -170,14 +176,14 @@ class StorePlan(Experiment):
 
     @property
     def title(self) -> str:
-        """Returns the line above the table."""
+        """Returns the title of the table."""
         return (
             f"KV store of {STORE_MIB} MiB, prompts of {self.prompt_len} tokens, shape"
             f" {self.shape}, blocks of {self.block_bytes // KIB} KiB"
         )
 
     def quick(self) -> Self:
-        """Returns a study under 50 s: short prompts, and no comparisons under load."""
+        """Returns a study that takes under 50 s: short prompts, and no parts with load."""
         return replace(
             self,
             parts=",".join(part for part in self.chosen if part in QUICK_PARTS),
@@ -191,6 +197,6 @@ class StorePlan(Experiment):
 
 
 def store_prompts(plan: StorePlan, vocab: Sequence[int], num: int, *, name: str) -> list[list[int]]:
-    """Prompts of token ids with different beginnings; `name` tells one set from another."""
+    """Returns prompts of token ids with different prefixes. `name` makes sets of prompts differ."""
     rng = Random(f"{plan.seed}/{name}")
     return [rng.choices(vocab, k=plan.prompt_len) for _ in range(num)]

@@ -1,10 +1,10 @@
-"""One end of pulls out of a store's slab, in a process driven by `bench.lab.store.study`.
+"""One end of pulls from a store's slab, as a process that `bench.lab.store.study` drives.
 
     python -m bench.lab.store.slab_worker
 
-A source is the core of a store over the memory of a store, full of blocks. Each offer goes through
-`StoreMachine`, as a gateway's does, and its lease is a lease of the store. Sinks are those of
-`bench kv`, and so are the commands.
+A source is a store's core with a store's memory, in which all slots are full. `StoreMachine`
+handles each offer like a gateway's request, and opens the lease. Sinks and commands are those of
+`bench kv`.
 """
 
 import sys
@@ -49,11 +49,12 @@ HASH_BYTES = 16
 
 
 class SlabSource:
-    """A store whose slots are all full: slot i holds the block whose hash is the number i."""
+    """A store whose slots are all full. The hash of the block in slot i is the number i."""
 
     def __init__(self, name: str, *, pool_bytes: int, block_bytes: int) -> None:
         self._clock = MonotonicClock()
-        self._ended: list[Event | BaseException] = []  # appended to by the transfer thread
+        # events of leases, and the error that ended the transfer thread; the thread appends them
+        self._ended: list[Event | BaseException] = []
         self._num_offers = 0
         memory = SharedMemory.make(pool_bytes)
         self.pool = SharedPool(pool_bytes // block_bytes, block_bytes, memory)
@@ -87,10 +88,12 @@ class SlabSource:
         self._machine = StoreMachine(terms, {Medium.HOST: shelf})
 
     def offer(self, slots: Sequence[int]) -> LeaseRef:
-        """Leases these slots as the prefix of a prompt. Raises what ended the transfer thread."""
+        """Leases these slots as the prefix of a prompt. Raises the error that ended the transfer
+        thread.
+        """
         self._take_ends()
         self._num_offers += 1
-        # One token is left to compute, so the last one is not offered.
+        # A store does not offer the last token, because it must be computed. So one token is added.
         message = OfferPrefix(SeqId(f"offer-{self._num_offers}"), [*slots, 0])
         lease: LeaseRef | None = None
         for effect in self._machine.handle(FromGateway(GATEWAY, message), self._clock.now_s()):
@@ -118,14 +121,14 @@ class SlabSource:
 
 
 class SlabWorker(TransferWorker):
-    """Sources over slabs; sinks as in `bench kv`."""
+    """Sources over slabs of stores, and sinks as in `bench kv`."""
 
     def __init__(self) -> None:
         super().__init__(Transport.SHM)
         self._sources: dict[int, SlabSource] = {}
 
     def open_source(self, pool_bytes: int, block_sizes: list[int]) -> dict[str, object]:
-        """Opens stores full of random bytes."""
+        """Opens stores whose slots contain random bytes."""
         for size in block_sizes:
             source = SlabSource(f"slab-{size}", pool_bytes=pool_bytes, block_bytes=size)
             fill(source.pool.blocks, SOURCE_SEED)
@@ -133,12 +136,12 @@ class SlabWorker(TransferWorker):
         return {"source": None}
 
     def offer(self, block_bytes: int, pulls: list[list[int]], way: str) -> dict[str, object]:
-        """Leases out the blocks of each pull."""
+        """Leases the blocks of each pull."""
         source = self._sources[block_bytes]
         return {"offers": [msgspec.to_builtins(source.offer(slots)) for slots in pulls]}
 
     def rows(self, end: str, block_bytes: int) -> object:
-        """The blocks of one end, of this size."""
+        """Returns the blocks of the source or of the sink, for this block size."""
         if end == "source":
             return self._sources[block_bytes].pool.blocks
         return super().rows(end, block_bytes)
@@ -151,7 +154,7 @@ class SlabWorker(TransferWorker):
 
 
 def _read_slots(message: ComputePrompt | Decode | OfferPrefix, block_size: int) -> PromptFacts:
-    """Takes the token ids of a prompt for slots."""
+    """Returns the facts of a prompt whose token ids are numbers of slots."""
     slots = list(message.token_ids)
     return PromptFacts([_hash_of(slot) for slot in slots], max(slots))
 
@@ -161,7 +164,7 @@ def _hash_of(slot: int) -> BlockHash:
 
 
 def main() -> None:
-    """Answers commands until stdin ends."""
+    """Answers commands until standard input is closed."""
     out = stdout_for_answers()
     with ExitStack() as stack:
         drive(lambda: stack.enter_context(closing(SlabWorker())), sys.stdin, out)

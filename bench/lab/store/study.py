@@ -34,7 +34,7 @@ class StoreStudy(StorePlan):
     """
 
     def measure(self, say: Say) -> Findings:
-        """Carries out the parts."""
+        """Runs the parts of the study and returns the findings."""
         measured = self.run(say)
         found = results(measured)
         versions = {} if measured.peer is None else {"vllm": measured.peer.version}
@@ -45,7 +45,7 @@ class StoreStudy(StorePlan):
         return Findings(found, warnings(measured, found), config=config, is_whole=is_whole)
 
     def run(self, say: Say) -> StoreMeasured:
-        """Carries out the parts. Each one's files are removed behind it."""
+        """Runs all parts. Removes the files of each part after it."""
         found: dict[str, Any] = {}
         missing: list[Missing] = []
         busy: list[float] = []
@@ -63,7 +63,7 @@ class StoreStudy(StorePlan):
 
 
 def slab_pulls(plan: StorePlan, say: Say) -> Mapping[TimeKey, tuple[float, ...]]:
-    """Seconds of pulls out of a store's slab, between workers, and of memcpy."""
+    """Returns the seconds of pulls from a store's slab, of pulls between workers, and of memcpy."""
     slab = Mover(SLAB, Driven("slab source", SLAB_COMMAND), Driven("slab sink", SLAB_COMMAND))
     movers = {name: partial(mover_of, name) for name in ("shm", "memcpy")} | {SLAB: lambda: slab}
     return contest(plan.pulls, movers, say).seconds
@@ -84,7 +84,9 @@ PARTS: dict[StorePart, tuple[str, Callable[[StorePlan, Path, Say], Any]]] = {
 
 
 def _busy_share() -> list[float]:
-    """Returns the share of the CPU that others use while nothing of ours runs; empty if unknown."""
+    """Returns the share of the CPU that other programs use while our processes wait. Empty if
+    unknown.
+    """
     before = background.read(())
     threading.Event().wait(IDLE_CHECK_S)
     share = background.share_of_others(before, background.read(()))

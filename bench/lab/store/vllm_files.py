@@ -1,10 +1,10 @@
-"""vLLM's build for CPUs with its KV kept in files, for `baton bench store`.
+"""vLLM for CPUs with KV in files, for `baton bench store`.
 
     PYTHON bench/lab/store/vllm_files.py CHECKPOINT FOLDER
 
-`ExampleConnector` is the connector of vLLM that keeps KV beyond its process and runs on a CPU: its
-own offloading wants a GPU. It writes a file for each layer of each prompt. Runs as a script, in
-vLLM's own environment; `bench.peers.driver` describes the protocol.
+vLLM's own offloading needs a GPU. `ExampleConnector` is vLLM's connector that runs on a CPU and
+keeps KV after the process ends. It writes a file for each layer of each prompt. This module runs as
+a script in vLLM's own environment; `bench.peers.driver` describes the protocol.
 """
 
 import os
@@ -24,7 +24,7 @@ CONTEXT_LEN = 4096
 
 
 class VllmFiles:
-    """One engine over a folder of KV."""
+    """One engine whose KV is in a folder."""
 
     def __init__(self, checkpoint: str, folder: str) -> None:
         vllm: Any = import_module("vllm")
@@ -45,7 +45,9 @@ class VllmFiles:
         )
 
     def ask(self, prompt: list[int]) -> dict[str, object]:
-        """Computes one token; returns its seconds, and how many tokens were not computed."""
+        """Computes one token. Returns the seconds, and the number of prompt tokens that were
+        cached.
+        """
         begin_s = time.perf_counter()
         [answer] = self._engine.generate(
             [{"prompt_token_ids": prompt}], self._sampling, use_tqdm=False
@@ -55,11 +57,11 @@ class VllmFiles:
 
 
 def main() -> None:
-    """Answers commands until they end."""
+    """Answers commands until standard input is closed."""
     driver: Any = import_module("driver")
     out = driver.stdout_for_answers()
     driver.drive(lambda: VllmFiles(*sys.argv[1:3]), sys.stdin, out)
-    os._exit(0)  # its threads may outlive the interpreter
+    os._exit(0)  # ends at once, because vLLM's threads may outlive the interpreter
 
 
 if __name__ == "__main__":

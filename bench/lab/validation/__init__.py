@@ -1,1 +1,1 @@
-"""`baton bench validation`: the simulator's predictions beside a real deployment."""
+"""`baton bench validation`: compares the simulator's predictions with a real deployment."""

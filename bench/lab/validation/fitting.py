@@ -1,7 +1,7 @@
 """Fits a profile to recordings of a deployment, from times at its gateway.
 
-All times are the gateway's, so the work around a forward pass is part of a step's price: planning,
-encoding, threads that wait for each other.
+All times are from the gateway's clock. So the price of a step includes the work around the forward
+pass: planning, encoding, threads that wait for each other.
 
     prompts    from the report that the first chunk begins to the first token, for prompts that had
                their worker to themselves; A is paid for each chunk
@@ -13,16 +13,17 @@ encoding, threads that wait for each other.
     pulls      from the first token to the report that KV is in the decode worker, as far as the
                message with the first token did not hide it
 
-Workers that share cores slow each other down, and so does the gateway. That is not fitted but
-follows from the number of cores (see `crowd`). Each observation is converted to seconds of a core,
-given the other threads that computed meanwhile. The gateway's CPU time is spread over the time in
-which workers decoded.
+Workers that share cores slow each other down, and so does the gateway. This slowdown is not fitted;
+it follows from the number of cores (see `crowd`). Each observation is converted to seconds of a
+core, given the other threads that computed meanwhile. The gateway's CPU time is spread over the
+time in which workers decoded.
 
-Single prompts and steps deviate from their price. These deviations are kept too.
+The deviations of single prompts and steps from their prices are also part of the result.
 
-All fits weigh relative errors. They are then scaled so that the sum of all observations is right:
-means must be right even if a few steps are much slower than most. With several recordings the
-median of their scales is used, since another program may have disturbed one of them.
+All fits weigh relative errors. They are then scaled so that the fitted times add up to the observed
+times: means must be right even if a few steps are much slower than most. If there are several
+recordings, the median of their scales is used, since another program may have disturbed one
+recording.
 """
 
 import math
@@ -43,11 +44,11 @@ from engine.worker.costs import PrefillCost, PullCost
 
 STEPS_TOGETHER = 16
 LEAST_SAMPLES = 8
-FAR_OFF = 0.15  # relative deviation; samples with a larger one count less
+FAR_OFF = 0.15  # relative deviation above which a sample gets less weight
 NUM_REFITS = 6
-ALWAYS_OFF = 0.5  # share of the median deviation that is added to each deviation
+ALWAYS_OFF = 0.5  # share of the median deviation that is added to each sample's deviation
 INSTANTLY = 1e18  # bytes/s
-LONG_S = 1e4  # seconds before and after the recording, in which nothing ran
+LONG_S = 1e4  # seconds without computing that are assumed before and after the recording
 
 Interval = tuple[float, float]
 Matrix = NDArray[np.float64]
@@ -60,7 +61,7 @@ class TooFewSamples(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class CostSample:
-    """Features of some work, and the seconds of a core that it took."""
+    """The features of a computation, and its time in seconds of one core."""
 
     features: tuple[float, ...]
     seconds: float
@@ -68,7 +69,7 @@ class CostSample:
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A profile, the time of a message, and measured variations."""
+    """The fitted profile, the time of a message, and the measured deviations."""
 
     hardware: HardwareProfile
     latency_s: float
@@ -77,7 +78,7 @@ class Fitted:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:
-    """Limits of workers that a recording does not hold."""
+    """Limits of workers that a recording does not contain."""
 
     max_batch_tokens: int
     chunk_tokens: int
@@ -86,9 +87,10 @@ class WorkerLimits:
 def fit(
     recordings: Sequence[RecordedRun], limits: WorkerLimits, *, name: str, cores: int | None = None
 ) -> Fitted:
-    """Returns the profile of equal workers, from their recordings. Raises TooFewSamples.
+    """Returns the fitted profile of workers that are all alike. Raises TooFewSamples.
 
-    `cores` is the number that all workers share with the gateway; None: each has its own.
+    `cores` is the number of cores that the workers and the gateway share. None means that each
+    worker has its own core.
     """
     infos = [info for told in recordings for info in told.workers.values()]
     if not infos:
@@ -142,7 +144,9 @@ def _prompts(told: RecordedRun, busy: "_Busy", chunk_tokens: int) -> list[CostSa
 
 
 def _alone(told: RecordedRun) -> list[tuple[RecordedAttempt, Interval]]:
-    """Returns handed-over attempts that had their worker to themselves, and when they computed."""
+    """Returns the handed-over attempts whose prefill ran alone on its worker, with begin and end of
+    the prefill.
+    """
     by_worker: dict[WorkerId, list[tuple[RecordedAttempt, Interval]]] = {}
     for attempt in told.attempts.values():
         if attempt.hands_over and (computing_s := attempt.computing_s) is not None:
@@ -178,7 +182,7 @@ def _decoding(told: RecordedRun, busy: "_Busy", together: int = STEPS_TOGETHER) 
 
 
 def _only_decoding(told: RecordedRun, worker_id: WorkerId) -> Iterator[list[DecodeStep]]:
-    """Yields runs of a worker's steps, cut at steps that computed a prompt as well."""
+    """Yields runs of a worker's decode steps. A step that also computed a prompt ends a run."""
     prompts = [
         computing_s
         for attempt in told.attempts.values()
@@ -195,7 +199,7 @@ def _only_decoding(told: RecordedRun, worker_id: WorkerId) -> Iterator[list[Deco
 
 
 def _runs(steps: Sequence[DecodeStep]) -> list[list[DecodeStep]]:
-    """Returns runs of steps in which each step followed at once."""
+    """Returns runs of steps in which each step began directly after the previous one."""
     runs: list[list[DecodeStep]] = []
     goes_on = False
     for step in steps:
@@ -208,7 +212,7 @@ def _runs(steps: Sequence[DecodeStep]) -> list[list[DecodeStep]]:
 
 
 class _Busy:
-    """The times in which workers computed, and the pace of each beside the others."""
+    """The times in which workers computed, and the speed of a worker given the other workers."""
 
     def __init__(
         self,
@@ -216,7 +220,9 @@ class _Busy:
         demands: Mapping[WorkerId, float],
         cores: int | None,
     ) -> None:
-        """`demands` are the cores that a computing worker takes, with its share of the gateway."""
+        """Sets up the times. `demands` are the cores that a computing worker uses, with its share
+        of the gateway.
+        """
         ends = sorted({end_s for own in intervals.values() for pair in own for end_s in pair})
         first_s, last_s = (ends[0], ends[-1]) if ends else (0.0, 0.0)
         self._at_s = np.array([first_s - LONG_S, *ends, last_s + LONG_S])
@@ -231,7 +237,7 @@ class _Busy:
             self._work_s[worker_id] = np.concatenate(([0.0], done_s))
 
     def _covered(self, intervals: Sequence[Interval]) -> Vector:
-        """Returns 1 for each stretch of time that an interval covers, else 0."""
+        """Returns 1 for each part of time that an interval covers, else 0."""
         covered: Vector = np.zeros(len(self._at_s) - 1)
         for interval in intervals:
             begin, end = np.searchsorted(self._at_s, interval)
@@ -239,11 +245,11 @@ class _Busy:
         return covered
 
     def number(self, at_s: float) -> int:
-        """Returns the number of workers that computed at a moment."""
+        """Returns the number of workers that computed at this time."""
         return int(self._num_busy[np.searchsorted(self._at_s, at_s, side="right") - 1])
 
     def work_s(self, worker_id: WorkerId, interval: Interval) -> float:
-        """Returns the seconds of a core that a computing worker had in an interval."""
+        """Returns the core seconds of a computing worker in an interval."""
         begin_s, end_s = np.interp(interval, self._at_s, self._work_s[worker_id])
         return float(end_s - begin_s)
 
@@ -262,7 +268,7 @@ def _busy(told: RecordedRun, cores: int | None, gateway_load: float) -> _Busy:
 
 
 def _gateway_load(recordings: Sequence[RecordedRun]) -> float:
-    """Returns the cores that the gateway took for each decoding worker."""
+    """Returns the number of cores that the gateway used for each decoding worker."""
     decoded_s = sum(
         run[-1].at_s - run[0].at_s
         for told in recordings
@@ -276,7 +282,9 @@ def _gateway_load(recordings: Sequence[RecordedRun]) -> float:
 
 
 def _fit(groups: Sequence[Sequence[CostSample]], what: str) -> tuple[float, ...]:
-    """Returns weights of the features, scaled to the sum of all times."""
+    """Returns the weights of the features, scaled so that the fitted times add up to the observed
+    times.
+    """
     samples = [sample for group in groups for sample in group]
     if len(samples) < LEAST_SAMPLES:
         raise TooFewSamples(f"{len(samples)} {what} to fit; {LEAST_SAMPLES} needed")
@@ -295,7 +303,7 @@ def _fit(groups: Sequence[Sequence[CostSample]], what: str) -> tuple[float, ...]
 
 
 def _robust(features: Matrix, seconds: Vector, deviations: Vector) -> Vector:
-    """Returns weights that outliers hardly change: such steps were interrupted."""
+    """Returns weights that outliers hardly change. Outliers are steps that were interrupted."""
     trust = np.ones(len(seconds))
     for _ in range(NUM_REFITS):
         weights = _nonnegative(features, seconds, trust / deviations)
@@ -321,7 +329,9 @@ def _nonnegative(features: Matrix, seconds: Vector, weight: Vector) -> Vector:
 
 
 def _pull(recordings: Sequence[RecordedRun]) -> PullCost:
-    """Returns the least pull time without outliers: in longer pulls the first token was late."""
+    """Returns the least pull time without outliers: in longer pulls, the message with the first
+    token was late.
+    """
     seconds = [
         attempt.ready_s - attempt.done_s
         for told in recordings
@@ -351,10 +361,11 @@ def _least(values: Sequence[float]) -> float:
 def _delays(
     watched: Sequence[tuple[RecordedRun, _Busy]], latency_s: float
 ) -> tuple[tuple[tuple[float, ...], ...], tuple[tuple[float, ...], ...]]:
-    """Returns delays of prompts and first tokens beyond the round trip, by busy workers.
+    """Returns the delays of prompts and of first tokens beyond the round trip, by number of busy
+    workers.
 
-    Only round trips are seen. The excess is assigned to the way to the worker, which has to wake
-    up. A first token also waits for its KV.
+    Only round trips can be measured. Their excess is counted as a delay on the way to the worker,
+    which has to wake up. A first token also waits for its KV.
     """
     prompts: list[tuple[int, float]] = []
     firsts: list[tuple[int, float]] = []
@@ -368,20 +379,22 @@ def _delays(
                 and attempt.done_s is not None
             ):
                 seconds = attempt.decode_started_s - attempt.done_s
-                # by then the next prompt may have begun
+                # counted one latency later, because the next prompt may have begun by then
                 firsts.append((busy.number(attempt.done_s + latency_s), seconds))
     return _table(prompts, 2 * latency_s), _table(firsts, 2 * latency_s)
 
 
 def _unevenness(samples: Sequence[CostSample], cost: Sequence[float]) -> tuple[float, ...]:
-    """Returns each sample's time over its price, in the same order; 1 on average."""
+    """Returns each sample's time divided by its price, in the same order. The average is 1."""
     ratios = [sample.seconds / float(np.dot(cost, sample.features)) for sample in samples]
     mean = sum(ratios) / len(ratios)
     return tuple(ratio / mean for ratio in ratios)
 
 
 def _table(observed: Sequence[tuple[int, float]], usual_s: float) -> tuple[tuple[float, ...], ...]:
-    """Returns the rows in order; a row with few entries also gets the entries of the row before."""
+    """Returns the rows in order. If a row has few entries, the entries of the row before are
+    added.
+    """
     rows: list[tuple[float, ...]] = []
     for number in range(max((number for number, _ in observed), default=-1) + 1):
         row = tuple(max(seconds - usual_s, 0.0) for n, seconds in observed if n == number)

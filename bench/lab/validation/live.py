@@ -1,9 +1,9 @@
-"""Plays a trace on a real deployment: worker processes, and a router in this process.
+"""Plays a trace on a real deployment, which has worker processes and a router in this process.
 
-There is no HTTP and no text. Requests go to the router as the gateway would pass them on, and all
-its events and effects are recorded. So the measured system is the simulated one, and clients take
-little CPU from the workers. The tokens of a block are a function of its id in the trace, so prompts
-share the same prefixes.
+There is no HTTP and no text. Requests are passed to the router as a gateway does, and all events
+and effects of the router are recorded. So the measured system has the same parts as the simulated
+system, and clients use little of the workers' CPU time. The tokens of a block are computed from the
+block's id in the trace, so prompts share the trace's prefixes.
 """
 
 import asyncio
@@ -34,11 +34,12 @@ from router.port import ask
 from router.recording.records import records_of
 from router.service import Router
 
-START_TIMEOUT_S = 120.0  # time in which a worker must load its model
+START_TIMEOUT_S = 120.0  # seconds in which a worker must load its model
 READY_TIMEOUT_S = 30.0
-ANSWER_TIMEOUT_S = 600.0  # time between the last arrival and the last answer
+ANSWER_TIMEOUT_S = 600.0  # seconds between the last arrival and the last answer
 JOIN_POLL_S = 0.02
-MIN_TOKEN, MAX_TOKEN = 5, 4096  # ids of the bundled model; smaller ids are special tokens
+# range of ids in prompts for the bundled model; smaller ids are special tokens
+MIN_TOKEN, MAX_TOKEN = 5, 4096
 
 
 class DeploymentFailed(BatonError):
@@ -47,7 +48,7 @@ class DeploymentFailed(BatonError):
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """Running workers."""
+    """Running workers of a deployment."""
 
     addresses: Sequence[str]
     token: str
@@ -55,12 +56,14 @@ class Live:
 
 @contextmanager
 def deployment(pools: SimulatedPools, config: WorkerSettings, model: Path) -> Iterator[Live]:
-    """Starts workers of one thread each, and ends them on leaving. Raises DrivenFailed."""
+    """Starts workers with one thread each, and ends them at the end of the context. Raises
+    DrivenFailed.
+    """
     token = secrets.token_hex(16)
     numbers = {Role.PREFILL: pools.prefill, Role.DECODE: pools.decode, Role.MIXED: pools.mixed}
     roles = [role for role, number in numbers.items() for _ in range(number)]
     specs = [
-        {  # a `deploy.base.spec.WorkerSpec`
+        {  # a `deploy.base.spec.WorkerSpec` as JSON
             "worker_id": f"worker-{i}",
             "role": role,
             "model": str(model),
@@ -82,9 +85,9 @@ def deployment(pools: SimulatedPools, config: WorkerSettings, model: Path) -> It
 
 
 def play(live: Live, trace: Trace, config: RouterConfig, record_dir: Path) -> RecordedRun:
-    """Plays the trace on an idle deployment; returns its recording.
+    """Plays the trace on an idle deployment and returns the recording.
 
-    Raises DeploymentFailed unless all requests are answered in full.
+    Raises DeploymentFailed unless all requests are answered completely.
     """
     return asyncio.run(_play(live, trace, config, record_dir))
 
@@ -121,7 +124,7 @@ async def _play(live: Live, trace: Trace, config: RouterConfig, record_dir: Path
 async def _ask_all(
     router: Router, requests: Sequence[Request], trace: Trace, clock: MonotonicClock
 ) -> list[Outcome | None]:
-    """Sends each request when it is due; on leaving, no request is open."""
+    """Sends each request at its due time. When the context ends, no request is open."""
     start_s = clock.now_s()
     limit_s = trace.duration_s + ANSWER_TIMEOUT_S
     try:
@@ -144,7 +147,7 @@ async def _all_joined(router: Router, num_workers: int, clock: MonotonicClock) -
 
 
 async def _ask_at(router: Router, request: Request, due_s: float) -> Outcome | None:
-    """Sends a request when it is due and follows it to its end."""
+    """Sends a request at its due time and waits for its end."""
     clock = MonotonicClock()
     delay_s = max(due_s - clock.now_s(), 0.0)
     await asyncio.sleep(delay_s)  # noqa: TID251 (an arrival is an event of the clock)

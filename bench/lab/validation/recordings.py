@@ -1,7 +1,7 @@
-"""Reads a gateway's recording: requests, and what workers did when.
+"""Reads a gateway's recording: the requests, and the times of the workers' prompts and steps.
 
-A recording (`router.recording.records`) holds all events of one gateway and all effects, each with
-its time on the gateway's clock. All messages of one worker's frame have the same time.
+A recording (`router.recording.records`) contains all events and effects of one gateway's router,
+with their times on the gateway's clock. All messages in one frame of a worker have the same time.
 """
 
 from collections.abc import Iterable
@@ -34,7 +34,8 @@ from router.recording.records import Recorded, read
 class RecordedRequest:
     """One request and its answer; `times_s` has the time of each token.
 
-    A client that left may have found its stop string, so it counts as answered.
+    A client may close its connection because it found its stop string. So such a request counts as
+    answered.
     """
 
     request: Request
@@ -46,10 +47,10 @@ class RecordedRequest:
 
 @dataclass(slots=True)
 class RecordedAttempt:
-    """One placement of a request, as the gateway heard of it; all times are the gateway's."""
+    """One placement of a request. All times are those at which the gateway was informed."""
 
     seq_id: SeqId
-    num_tokens: int  # tokens to prefill
+    num_tokens: int  # tokens of the prefill
     hands_over: bool
     prefill_worker: WorkerId
     sent_s: float
@@ -63,7 +64,7 @@ class RecordedAttempt:
 
     @property
     def computing_s(self) -> tuple[float, float] | None:
-        """Begin and end of its prefill; None if one of them was not recorded."""
+        """Returns begin and end of the prefill; None if the recording lacks one of them."""
         if self.started_s is None or self.done_s is None:
             return None
         return self.started_s, self.done_s
@@ -71,7 +72,9 @@ class RecordedAttempt:
 
 @dataclass(slots=True)
 class DecodeStep:
-    """A step of a decode worker, with the tokens that each row reads, the new one included."""
+    """A step of a decode worker. For each row it has the context tokens, including the new
+    token.
+    """
 
     at_s: float
     rows: dict[SeqId, int]
@@ -85,7 +88,9 @@ class DecodeStep:
 
 @dataclass(slots=True)
 class RecordedRun:
-    """A recording, read. The caller may add `gateway_cpu_s`, which no recording holds."""
+    """The contents of a recording. The caller may add `gateway_cpu_s`, which a recording does not
+    contain.
+    """
 
     asked: dict[RequestId, RecordedRequest] = field(default_factory=dict)
     attempts: dict[SeqId, RecordedAttempt] = field(default_factory=dict)
@@ -94,7 +99,7 @@ class RecordedRun:
     gateway_cpu_s: float = 0.0
 
     def note(self, recorded: Recorded) -> None:
-        """Handles the next line of the recording."""
+        """Processes the next record."""
         now_s = recorded.now_s
         match recorded.event:
             case WorkerJoined(info):
@@ -162,7 +167,7 @@ class RecordedRun:
 
 
 def read_run(lines: Iterable[bytes]) -> RecordedRun:
-    """Reads a recording. Raises ProtocolError."""
+    """Reads a recording and returns its contents. Raises ProtocolError."""
     told = RecordedRun()
     for recorded in read(lines):
         told.note(recorded)
@@ -184,7 +189,7 @@ class _Sent(msgspec.Struct):
 
 
 class _Outcome(msgspec.Struct):
-    reason: FinishReason | None = None  # set only if the request finished
+    reason: FinishReason | None = None  # None unless the request finished
 
 
 class _Updated(msgspec.Struct):

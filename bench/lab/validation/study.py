@@ -3,25 +3,26 @@
 validation/{split}/{ttft,tpot}_{mean,p50,p99}   error of the simulation, as a share of the
                                                 measured figure
                    …/measured, …/simulated      both figures, in milliseconds
-                   …/spread                     how far single measured runs are from the
-                                                median of the others, for the same trace: no
-                                                simulation can be expected to be nearer
+                   …/spread                     distance of single measured runs from the
+                                                median of the other runs of the same trace: no
+                                                simulation can be expected to be closer
 
 For each split of prefill and decode workers:
 
-    1. a calibration load comes to the deployment, and its gateway records
-    2. a test load of another rate and other lengths comes to the same deployment
+    1. a calibration load is played on the deployment, and the gateway records it
+    2. a test load with another rate and other lengths is played on the same deployment
     3. both are repeated, since machines are not always equally fast
     4. a profile is fitted to the recordings of 1: steps, pulls and messages (see `fitting`)
-    5. the trace of 2 is simulated as often, with the profile and the same router; random parts of
-       the measured costs are drawn anew each time
+    5. the trace of 2 is simulated equally often, with the profile and the same router; random
+       parts of the measured costs are drawn anew each time
 
-The fit sees nothing of the test load. TTFT and TPOT are taken at the router on both sides, so
-neither includes HTTP or text. Each worker has one thread.
+The fit does not use the test load. TTFT and TPOT are measured at the router, in the deployment and
+in the simulation, so they do not include HTTP or text. Each worker has one thread.
 
-Two workers on two cores have about a core each. Four share the cores with each other and with the
-router, so the speed of each depends on the others (`bench.simulator.crowd`). Message times depend
-on that too. So each split is calibrated on itself: this predicts no machine from another one.
+Two workers on two cores have about a core each. Four workers share the cores with each other and
+with the router, so the speed of each worker depends on the other workers (`bench.simulator.crowd`).
+Message times depend on the load of the cores too. So each split has its own calibration: the study
+does not predict one split or machine from another.
 """
 
 import math
@@ -60,7 +61,8 @@ MAX_OUTPUT, MIN_OUTPUT = 64, 12
 
 @dataclass(frozen=True, slots=True)
 class ValidationLoad:
-    """Poisson arrivals, log-normal lengths; some prompts begin like others.
+    """A load with Poisson arrivals and log-normal lengths. Some prompts share a prefix with other
+    prompts.
 
     Lengths are medians; `spread` is the deviation of their logarithm.
     """
@@ -76,7 +78,7 @@ class ValidationLoad:
 
 
 def made(load: ValidationLoad, rng: Random, ids: "count[int]") -> Trace:
-    """Returns a trace of a load. Its blocks take the next ids, so traces share no prefix."""
+    """Returns a trace of a load. Its block ids are new, so traces do not share prefixes."""
     num_blocks = load.prefix_tokens // BLOCK_TOKENS
     prefixes = [[next(ids) for _ in range(num_blocks)] for _ in range(load.num_prefixes)]
     requests = []
@@ -98,7 +100,7 @@ def _length(middle: int, spread: float, bounds: tuple[int, int], rng: Random) ->
 
 
 GOALS = Goals({"validation/*_mean": 0.10, "validation/*_p99": 0.20}, at_most=("*",))
-Samples = Mapping[str, Sequence[float]]  # seconds, by name
+Samples = Mapping[str, Sequence[float]]  # samples in seconds, by name
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +114,12 @@ class SplitComparison:
 
     @property
     def name(self) -> str:
-        """Prefill workers + decode workers."""
+        """Returns the name of the split: prefill workers + decode workers."""
         return f"{self.split[0]}+{self.split[1]}"
 
 
 def measured_samples(told: RecordedRun) -> Samples:
-    """Returns TTFT and TPOT of all requests of a recording, at the router, in seconds."""
+    """Returns TTFT and TPOT of all requests of a recording, measured at the router, in seconds."""
     asked = told.asked.values()
     return _samples([(one.arrived_s, one.times_s) for one in asked])
 
@@ -135,7 +137,9 @@ def _samples(answers: Sequence[tuple[float, Sequence[float]]]) -> Samples:
 
 
 def results_of(compared: SplitComparison) -> list[Result]:
-    """Returns each error, with the measured and the simulated figure in milliseconds."""
+    """Returns the error of each figure, with the measured and the simulated figure in
+    milliseconds.
+    """
     results = []
     for name in ("ttft", "tpot"):
         runs = [_summary(samples[name]) for samples in compared.measured]
@@ -161,7 +165,7 @@ def _results(name: str, measured_s: Sequence[float], simulated_s: Sequence[float
 
 
 def _spread(name: str, measured_s: Sequence[float]) -> list[Result]:
-    """Returns the distance of each run to the median of the others; empty for one run."""
+    """Returns the distance of each run to the median of the other runs; empty for a single run."""
     if len(measured_s) < 2:
         return []
     others_s = [median([*measured_s[:i], *measured_s[i + 1 :]]) for i in range(len(measured_s))]
@@ -175,10 +179,10 @@ def _summary(values_s: Sequence[float]) -> Summary:
     return summary
 
 
-QUICK_REQUESTS = 25  # requests of each quick run: they arrive in about 5 s
-KV_MIB = 256  # KV memory per worker, so large that nothing is evicted
+QUICK_REQUESTS = 25  # requests of each quick run, which arrive in about 5 s
+KV_MIB = 256  # KV memory of a worker, large enough that no block is evicted
 NUM_WARM_UP = 8
-STRETCH = PoolsConfig().stretch  # pools are fluid, as by default
+STRETCH = PoolsConfig().stretch  # pools are fluid, which is the default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,25 +207,25 @@ class ValidationStudy(Experiment):
     ] = None
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for wrong splits."""
+        """Raises ConfigError if a split is wrong."""
         splits_of(self.splits)
 
     @property
     def title(self) -> str:
-        """Returns the line above the table."""
+        """Returns the title of the table."""
         return f"{self.requests} requests, {self.repeat} times, and simulated"
 
     def quick(self) -> Self:
-        """Returns one short run of each split."""
+        """Returns a study with one short run of each split."""
         return replace(self, requests=QUICK_REQUESTS, calibrating=QUICK_REQUESTS, repeat=1)
 
     def load(self, split: tuple[int, int]) -> ValidationLoad:
-        """Returns the test load, which is played and simulated."""
+        """Returns the test load, which is played on deployments and simulated."""
         return ValidationLoad(self._rate_per_s(split), self.requests, 400, 32)
 
     def calibration(self, split: tuple[int, int]) -> ValidationLoad:
-        """Returns the calibration load: slower, longer prompts, shorter answers, fewer common
-        prefixes.
+        """Returns the calibration load. It is slower than the test load, with longer prompts,
+        shorter answers and fewer shared prefixes.
         """
         rate_per_s = 0.8 * self._rate_per_s(split)
         return ValidationLoad(
@@ -229,7 +233,7 @@ class ValidationStudy(Experiment):
         )
 
     def _rate_per_s(self, split: tuple[int, int]) -> float:
-        """Four workers on two cores are not twice as fast as two."""
+        """Returns the rate for a split: four workers on two cores are not twice as fast as two."""
         return self.rate * math.sqrt(split[0])
 
     def measure(self, say: Say) -> Findings:
@@ -245,7 +249,7 @@ class ValidationStudy(Experiment):
         return Findings(found, config=config, samples=_series_ms(compared))
 
     def plot(self, report: Report, found: Findings, path: Path) -> None:
-        """Draws the distributions, measured and simulated."""
+        """Draws the distributions of measured and simulated latencies."""
         plot_cdfs(found.samples, path, title=self.title)
 
     def _compared(self, split: tuple[int, int], record_dir: Path, say: Say) -> SplitComparison:
@@ -279,7 +283,7 @@ class ValidationStudy(Experiment):
 
 
 def fitted_config(one: SplitComparison) -> dict[str, Scalar]:
-    """Returns the fitted values of one split, by name."""
+    """Returns the fitted values of one split, by name, for the report."""
     fitted = one.fitted
     parts: dict[str, Scalar] = {
         "latency_s": fitted.latency_s,
@@ -304,7 +308,7 @@ def _series_ms(compared: Sequence[SplitComparison]) -> dict[str, list[float]]:
 
 
 def worker_settings() -> WorkerSettings:
-    """Returns the settings of all workers of a deployment."""
+    """Returns the settings that all workers of a deployment share."""
     config = WorkerConfig(block_size=BLOCK_TOKENS, kv_mib=KV_MIB)
     return msgspec.structs.replace(resolve(config, DeviceKind.CPU), stretch=STRETCH)
 
@@ -312,7 +316,7 @@ def worker_settings() -> WorkerSettings:
 def simulated(
     fitted: Fitted, pools: SimulatedPools, trace: Trace, router: RouterConfig, *, seed: int
 ) -> Samples:
-    """Simulates the trace; `seed` seeds the random variations."""
+    """Simulates the trace. `seed` determines the random variations."""
     chances = replace(fitted.chances, seed=seed)
     setup = SimulationSetup(
         fitted.hardware,
