@@ -1,13 +1,13 @@
 """Checks that only this user, or root, can have written a cached file.
 
-The environment says where a cache lies, which may be a folder that others write to. A user who can
-replace a library there runs code as this user. So each file is checked together with the folders
-from it up to the top of the cache. They must belong to the user or to root, must not be writable by
-others, and must not be symbolic links. Only the top may be shared as `/tmp` is: its sticky bit
-keeps others from replacing the user's files.
+The environment defines where a cache is, which may be a folder that other users can write to. A
+user who can replace a library there runs code as this user. So each file is checked together with
+the folders from the file up to the top of the cache. They must belong to the user or to root. Other
+users must not be able to write to them. They must not be symbolic links. Only the top folder may be
+shared like `/tmp`, whose sticky bit prevents other users from replacing files.
 
-A group of the same name as the user, without other members, counts as the user. Many systems make
-one for each user, with a umask that lets the group write.
+A group with the name of the user, without other members, is treated like the user. Many systems
+create such a group for each user, with a umask that lets the group write.
 """
 
 import contextlib
@@ -19,25 +19,26 @@ from pathlib import Path
 
 from engine.errors import UntrustedFile
 
-MAX_FILES = 10_000  # most files in a folder that is checked
+MAX_FILES = 10_000  # most files in a folder whose files are checked
 
 
 def make_folder(folder: Path, *, top: Path, mode: int) -> None:
     """Makes the missing folders from `top` down to `folder`, writable by this user alone.
 
-    Raises UntrustedFile if a file or folder at their place cannot be trusted, and OSError.
+    Raises UntrustedFile if an existing file or folder on this path cannot be trusted, and OSError.
     """
     top.mkdir(parents=True, exist_ok=True)
     _require_own(top, may_be_sticky=True)
     for part in _from_top(folder, top)[1:]:
-        # The existing file may be a link: `_require_own` checks that.
+        # An existing path may be a link: `_require_own` checks that.
         with contextlib.suppress(FileExistsError):
             part.mkdir(mode=mode)
         _require_own(part)
 
 
 def require_trusted(path: Path, *, top: Path) -> None:
-    """Raises UntrustedFile if another user can have written `path`, or a folder up to `top`.
+    """Raises UntrustedFile if another user can have written `path`, or a folder above it up to
+    `top`.
 
     Raises OSError if the path or a folder does not exist.
     """

@@ -1,8 +1,9 @@
-"""Starts a Python process that talks to its parent over a socket pair.
+"""Starts a Python process that communicates with its parent over a socket pair.
 
-The child gets its end as a descriptor, whose number is the last argument of its command line. Its
-standard input and output are /dev/null, so it cannot disturb the parent's. When either process
-ends, the other one's socket reports the end of the stream.
+The child inherits its end of the pair. The number of this file descriptor is the last argument of
+the child's command line. The child's standard input and output are /dev/null, so that it cannot
+disturb the parent's input and output. When either process exits, the other process reads the end of
+the stream.
 """
 
 import socket
@@ -19,9 +20,11 @@ def start_with_socket(
     environment: Mapping[str, str] | None = None,
     new_session: bool = False,
 ) -> tuple["subprocess.Popen[bytes]", socket.socket]:
-    """Runs Python with these arguments; returns the process and the parent's end of the pair.
+    """Runs Python with these arguments. Returns the process and the parent's end of the socket
+    pair.
 
-    Without `environment` the child inherits the parent's. Raises OSError if it cannot be started.
+    Without `environment`, the child inherits the parent's environment. Raises OSError if the
+    process cannot be started.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket_type)
     with theirs, ExitStack() as stack:

@@ -1,13 +1,13 @@
-"""Builds the C++ library once per machine and keeps it: `python -m engine.native.build`.
+"""Builds the C++ library once per machine and caches it: `python -m engine.native.build`.
 
-It is compiled for the processor that builds it. Its name in the cache holds a digest of the
-sources, the compiler, the flags and the processor's features. So a home folder that several kinds
-of machines share keeps one library for each.
+The library is compiled for the processor of this machine. Its name in the cache contains a digest
+of the sources, the compiler, the flags and the processor's features. So a home folder that several
+kinds of machines share has one library for each kind.
 
-Processes that start together want the same library: one of them builds it, and the others wait. All
-cores compile.
+If several processes need the library at the same time, one of them builds it, and the others wait.
+The compilation uses all cores.
 
-A library that another user can have written is never loaded (`engine.ownership`). If the cache
+A library that another user may have written is never loaded (`engine.ownership`). If the cache
 cannot be trusted, the library is built again in a private folder, for this process alone.
 """
 
@@ -37,7 +37,7 @@ FLAGS = (
     "-std=c++20",
     "-O3",
     "-march=native",
-    # The sources say which products are fused, so all compilers give the same bits.
+    # The sources state which products are fused, so all compilers give the same bits.
     "-ffp-contract=off",
     "-fno-math-errno",
     "-fno-trapping-math",
@@ -45,10 +45,10 @@ FLAGS = (
     "-pthread",
 )
 BUILD_TIMEOUT_S = 300.0
-counters = {"private_builds": 0}  # libraries built for this process alone
+counters = {"private_builds": 0}  # number of libraries built for this process alone
 
 
-FORMATS = {  # numbers of the formats in C++
+FORMATS = {  # the number of each format in C++
     KVFormat.FP32: 0,
     KVFormat.BF16: 1,
     KVFormat.FP8_E4M3: 2,
@@ -60,27 +60,27 @@ SOURCES = Path(__file__).parent / "src"
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A source file that is compiled separately, with the headers of its folder."""
+    """A source file that is compiled separately, together with the headers of its folder."""
 
     name: str
-    path: str  # below `SOURCES`
+    path: str  # relative to `SOURCES`
     flags: tuple[str, ...] = ()
 
     def command(self, compiler: str) -> list[str]:
-        """Returns the command that compiles the unit. Each unit has its own namespace, as units
-        define types of the same names.
+        """Returns the command that compiles the unit. Each unit has a namespace of its own, because
+        units define types with equal names.
         """
         namespace = f"-Dbaton=in_{self.name}"
         return [compiler, *FLAGS, *self.flags, namespace, "-c", str(SOURCES / self.path)]
 
 
-# Loops that matter use explicit vector instructions. Automatic vectorisation would slow the
-# compiler down.
+# Loops that matter for speed use explicit vector instructions. Automatic vectorisation would only
+# slow the compiler down.
 _KERNEL_FLAGS = ("-fno-tree-loop-vectorize",)
 
 
 def kernel_units(*flags: str) -> tuple[Unit, ...]:
-    """Returns the units that compute a model, the longest first."""
+    """Returns the units that compute a model. Units that take longest to compile come first."""
     flags = (*_KERNEL_FLAGS, *flags)
     attention = (
         Unit(
@@ -105,7 +105,7 @@ UNITS = (
 
 
 def built_library(units: Sequence[Unit] = UNITS) -> Path:
-    """Returns the path of the library, which is built if it is not in the cache. Raises
+    """Returns the path of the library. Builds the library if it is not in the cache. Raises
     BuildError.
     """
     compiler = find_compiler()
@@ -127,8 +127,8 @@ def is_built() -> bool:
 
 
 def compiler_cache(name: str) -> Path:
-    """Returns a folder in which another compiler can cache its results. Other users cannot write
-    to it.
+    """Returns a folder in which another compiler can cache its results. Other users cannot write to
+    this folder.
     """
     top = cache_top()
     folder = top / "baton" / name
@@ -140,8 +140,8 @@ def compiler_cache(name: str) -> Path:
 
 
 def _cached(commands: Sequence[list[str]], name: str) -> Path:
-    """Returns the path of the library in the cache; builds it if necessary. Raises BuildError,
-    UntrustedFile, OSError.
+    """Returns the path of the library in the cache; builds the library if necessary. Raises
+    BuildError, UntrustedFile, OSError.
     """
     folder, top = cache_folder(), cache_top()
     make_folder(folder, top=top, mode=0o700)
@@ -156,9 +156,10 @@ def _cached(commands: Sequence[list[str]], name: str) -> Path:
 
 @contextlib.contextmanager
 def _sole_builder(target: Path) -> Iterator[None]:
-    """Locks the building of `target`: waits for other builders, and makes later ones wait.
+    """Locks the building of `target`. Waits for other builders, and makes later builders wait.
 
-    Some file systems have no locks. There two processes may build the same file, each for itself.
+    Some file systems have no locks. On these, two processes may build the same file, each for
+    itself.
     """
     path = target.with_suffix(".lock")
     with path.open("w") as lock:
@@ -167,11 +168,11 @@ def _sole_builder(target: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            path.unlink(missing_ok=True)  # processes that wait for the lock then find the library
+            path.unlink(missing_ok=True)  # processes that waited for the lock then find the library
 
 
 def _private_folder(name: str, why: Exception) -> Path:
-    """Makes a folder that is removed when this process ends."""
+    """Makes a private folder, which is removed when this process exits."""
     counters["private_builds"] += 1
     log.warning("%s is built for this process alone: %s", name, why)
     folder = Path(tempfile.mkdtemp(prefix="baton-"))
@@ -180,7 +181,7 @@ def _private_folder(name: str, why: Exception) -> Path:
 
 
 def find_compiler() -> str:
-    """Finds the C++ compiler: $CXX, else g++, else clang++. Raises BuildError."""
+    """Returns the path of the C++ compiler: $CXX, else g++, else clang++. Raises BuildError."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         raise BuildError(f"Baton's C++ needs an x86-64 processor, not {platform.machine()}")
     for name in (os.environ.get("CXX"), "g++", "clang++"):
@@ -190,7 +191,7 @@ def find_compiler() -> str:
 
 
 def cache_folder() -> Path:
-    """Returns the folder where libraries are cached."""
+    """Returns the folder in which libraries are cached."""
     return cache_top() / "baton" / "native"
 
 
@@ -201,7 +202,9 @@ def cache_top() -> Path:
 
 
 def _build(commands: Sequence[list[str]], target: Path) -> None:
-    """Compiles and links to a file beside `target`, then renames it, so that workers may race."""
+    """Compiles and links to a file beside `target`, then renames it. So several processes may build
+    at the same time.
+    """
     try:
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             made = Path(folder) / target.name
@@ -217,7 +220,7 @@ def _build(commands: Sequence[list[str]], target: Path) -> None:
 def _run(commands: Sequence[list[str]]) -> None:
     """Runs compilers on all cores. Raises BuildError, OSError, TimeoutExpired.
 
-    After an exception, none of them is left running.
+    After an exception, no compiler is left running.
     """
     compilers: list[subprocess.Popen[str]] = []
 
@@ -255,7 +258,7 @@ def _name(units: Sequence[Unit], compiler: str) -> str:
 
 
 def _processor() -> str:
-    """Returns the processor's features, as Linux lists them."""
+    """Returns the processor's features, from Linux's list."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -270,7 +273,7 @@ def _first_error(text: str) -> str:
 
 
 def main() -> int:
-    """Builds the library. Returns 1, with the reason, if that fails."""
+    """Builds the library. If this fails, prints the reason and returns 1."""
     try:
         built_library()
     except BuildError as error:

@@ -1,6 +1,6 @@
-"""The functions of the C++ library, loaded and declared.
+"""Loads the C++ library and declares its functions.
 
-Structures mirror those of C++ field by field. Each is defined in the module that fills it.
+Structures have the same fields as in C++. Each structure is defined in the module that fills it.
 """
 
 import ctypes
@@ -11,11 +11,11 @@ from types import SimpleNamespace
 from engine.layout import KVFormat
 from engine.native.build import FORMATS, UNITS, Unit, built_library
 
-NONE = -1  # stands for a missing number
+NONE = -1  # means a missing number
 _TYPES = {"i": c_int32, "q": c_int64, "Q": c_uint64, "d": c_double, "p": c_void_p, "-": None}
 
 # The type of the result, then the types of the arguments. These functions take microseconds, so
-# they keep the interpreter's lock.
+# they do not release the interpreter's lock.
 _HOLDING = {
     "baton_index_open": "pQ",
     "baton_index_close": "-p",
@@ -100,8 +100,8 @@ _RELEASING = {
 
 
 class Native(SimpleNamespace):
-    """The functions of the library, by name, and the address of the attention function of each
-    KV format.
+    """The functions of the library by name, and the address of the attention function for each KV
+    format.
     """
 
     attention: dict[KVFormat, int]
@@ -109,7 +109,7 @@ class Native(SimpleNamespace):
 
 @cache
 def library(units: tuple[Unit, ...] = UNITS) -> Native:
-    """Returns the library for this machine; builds it if necessary. Raises BuildError."""
+    """Returns the library for this machine; builds the library if necessary. Raises BuildError."""
     path = str(built_library(units))
     found = Native()
     for kind, signatures in ((ctypes.PyDLL, _HOLDING), (ctypes.CDLL, _RELEASING)):

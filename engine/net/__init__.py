@@ -1,1 +1,1 @@
-"""Sessions between processes: frames over TCP, CURVE on ZeroMQ, proofs of the secret."""
+"""Sessions between processes: frames over TCP, CURVE on ZeroMQ, and proofs of the shared secret."""

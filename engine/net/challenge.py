@@ -1,18 +1,18 @@
-"""Proofs by which both ends of a session show that they hold the deployment's secret.
+"""Proofs by which both ends of a session show that they have the deployment's secret.
 
     client                                            server
       <───────────────────────────────── challenge ──   now + 5 s, noise, and a MAC over both
       ── claim ──────────────────────────────────────>  challenge, client's noise, client's proof
       <───────────────────────────── server's proof ──  after the claim is checked
 
-All three messages have fixed lengths and come before the first frame (`engine.net.sessions`). So
-the server reads no frame of an untrusted client, and the client sends no frame to an untrusted
-server. A challenge costs the server no memory: its MAC, under a key of this process, shows that the
-server made it. A challenge is good for one session. Proofs cover the address that the client
-dialled, so an impostor at another address cannot pass them on.
+All three messages have fixed lengths and precede the first frame (`engine.net.sessions`). So the
+server reads no frame of an untrusted client, and the client sends no frame to an untrusted server.
+The server stores nothing for a challenge: the challenge's MAC, under a key of this process, shows
+that the server issued it. A challenge is valid for one session. Proofs cover the address that the
+client has dialled, so an impostor at another address cannot relay them.
 
-Limits: sessions are neither encrypted nor signed, frame by frame. An attacker on the path between
-two machines can read them, and can take one over after it has begun.
+Limits: sessions are neither encrypted nor signed frame by frame. An attacker on the path between
+two machines can read sessions, and can take over a session after it has begun.
 
 Pure: the clock and the noise are arguments.
 """
@@ -26,7 +26,7 @@ from engine.net.trust import KEY_BYTES, Secret
 
 CHALLENGE_TTL_S = 5.0
 NOISE_BYTES = 16
-MAX_SPENT = 4096  # answered challenges that are remembered until they expire
+MAX_SPENT = 4096  # redeemed challenges that the server remembers until they expire
 _TIME_BYTES = 8
 _MAC_BYTES = 16
 CHALLENGE_BYTES = _TIME_BYTES + NOISE_BYTES + _MAC_BYTES
@@ -34,18 +34,18 @@ CLAIM_BYTES = CHALLENGE_BYTES + NOISE_BYTES + KEY_BYTES
 
 
 class Challenger:
-    """The server's side: issues challenges and checks the claims that answer them."""
+    """The server's side: issues challenges and checks the clients' claims."""
 
     def __init__(self, secret: Secret, address: str, *, process_key: bytes) -> None:
-        """`process_key` is random and belongs to this process; `address` is what clients dial."""
+        """`process_key` is random, and private to this process. Clients dial `address`."""
         self._secret = secret
         self._address = address
         self._process_key = process_key
-        # Expiry time of each answered challenge; oldest first.
+        # Expiry time of each redeemed challenge, oldest first.
         self._spent: OrderedDict[bytes, float] = OrderedDict()
 
     def challenge(self, now_s: float, noise: bytes) -> bytes:
-        """Returns a challenge that can be answered for CHALLENGE_TTL_S."""
+        """Returns a challenge that a client can answer within CHALLENGE_TTL_S."""
         due_ms = int(1000 * (now_s + CHALLENGE_TTL_S))
         said = due_ms.to_bytes(_TIME_BYTES, "big") + noise
         return said + self._mac(said)
@@ -80,7 +80,7 @@ class Challenger:
 
 
 class Claimant:
-    """The client's side of one session."""
+    """The client's side of the proofs for one session."""
 
     def __init__(self, secret: Secret, address: str, *, noise: bytes) -> None:
         """`address` is the address that the client dials."""
@@ -90,7 +90,7 @@ class Claimant:
         self._challenge = b""
 
     def claim(self, challenge: bytes) -> bytes:
-        """Returns the answer to a challenge. Raises Untrusted."""
+        """Returns the client's answer to a challenge. Raises Untrusted."""
         if len(challenge) != CHALLENGE_BYTES:
             raise Untrusted("malformed challenge")
         self._challenge = challenge
@@ -98,7 +98,7 @@ class Claimant:
         return challenge + self._noise + proof
 
     def check(self, proof: bytes) -> None:
-        """Checks the server's proof. Raises Untrusted if the server does not hold the secret."""
+        """Checks the server's proof. Raises Untrusted if the server does not have the secret."""
         expected = _server_proof(self._secret, self._address, self._challenge, self._noise)
         if not compare_digest(proof, expected):
             raise Untrusted("the server does not hold the secret")
@@ -113,8 +113,8 @@ def _server_proof(secret: Secret, address: str, challenge: bytes, noise: bytes) 
 
 
 def _proof(key: bytes, address: str, challenge: bytes, noise: bytes) -> bytes:
-    """Returns a keyed hash. Challenge and noise have fixed lengths, so different inputs never
-    coincide.
+    """Returns a keyed hash. Challenge and noise have fixed lengths, so different arguments never
+    give the same hashed bytes.
     """
     said = challenge + noise + address.encode()
     return blake2b(said, key=key, digest_size=KEY_BYTES).digest()

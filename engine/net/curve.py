@@ -1,11 +1,12 @@
 """CURVE on ZeroMQ sockets, with keys derived from the deployment's secret.
 
-Frames are encrypted and authenticated both ways. A client first proves that it knows the server's
-public key, which is derived too and published nowhere. Then the `Doorkeeper` compares the client's
-own key. A connection that has not passed is closed after HANDSHAKE_S, or at its first wrong byte.
+Frames are encrypted and authenticated in both directions. A client first proves that it knows the
+server's public key. This key is derived from the secret too, and is not published. Then the
+`Doorkeeper` checks the client's own key. An unauthenticated connection is closed after HANDSHAKE_S,
+or at its first wrong byte.
 
-Each *channel* (KV, block events) has keys of its own. So the keys of one can be given away without
-the others.
+Each *channel* (KV, block events) has keys of its own. So the keys of one channel can be given to
+others without the keys of the other channel.
 
 Sources: CurveZMQ (rfc.zeromq.org/spec/26), ZAP (rfc.zeromq.org/spec/27).
 """
@@ -27,8 +28,8 @@ from engine.net.trust import Secret
 log = logging.getLogger(__name__)
 
 HANDSHAKE_S = 5
-MIN_MESSAGE_BYTES = 1024  # a handshake's longest command needs half of it
-OVERHEAD_BYTES = 64  # an encrypted frame needs 33
+MIN_MESSAGE_BYTES = 1024  # the longest command of a handshake needs half of it
+OVERHEAD_BYTES = 64  # an encrypted frame adds 33 bytes
 LOG_EVERY_S = 10.0
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _ZAP_VERSION = b"1.0"
@@ -37,44 +38,44 @@ _DOMAIN = b"baton"
 
 
 class Channel(StrEnum):
-    """The purpose of a socket. Each channel has keys of its own."""
+    """The purpose of a socket. The keys of each channel are different."""
 
     KV = "KV"
     BLOCK_EVENTS = "block events"
 
 
 class KeyPair(NamedTuple):
-    """Keys of one side, as ZeroMQ prints them (Z85)."""
+    """The keys of one side, in ZeroMQ's text form (Z85)."""
 
     public: bytes
     secret: bytes
 
 
 def server_keys(secret: Secret, channel: Channel) -> KeyPair:
-    """Returns the key pair that all servers of a channel share."""
+    """Returns the key pair that all servers of a channel use."""
     return _pair(secret.key(f"CURVE key of servers of {channel}"))
 
 
 def client_keys(secret: Secret, channel: Channel) -> KeyPair:
-    """Returns the key pair that all clients of a channel share."""
+    """Returns the key pair that all clients of a channel use."""
     return _pair(secret.key(f"CURVE key of clients of {channel}"))
 
 
 def secure_server(
     socket: "zmq.Socket[bytes]", secret: Secret, channel: Channel, *, max_message_bytes: int
 ) -> None:
-    """Secures a socket before it is bound. Its context needs a `Doorkeeper`."""
+    """Secures a server's socket before it is bound. The socket's context needs a `Doorkeeper`."""
     socket.set(zmq.CURVE_SERVER, 1)
     socket.set(zmq.CURVE_SECRETKEY, server_keys(secret, channel).secret)
     socket.set(zmq.ZAP_DOMAIN, _DOMAIN)
-    socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a doorkeeper no client can connect
+    socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a `Doorkeeper` no client can connect
     _limit(socket, max_message_bytes)
 
 
 def secure_client(
     socket: "zmq.Socket[bytes]", secret: Secret, channel: Channel, *, max_message_bytes: int
 ) -> None:
-    """Secures a socket before it is connected."""
+    """Secures a client's socket before it is connected."""
     keys = client_keys(secret, channel)
     socket.set(zmq.CURVE_SERVERKEY, server_keys(secret, channel).public)
     socket.set(zmq.CURVE_PUBLICKEY, keys.public)
@@ -83,14 +84,14 @@ def secure_client(
 
 
 def keep_alive(socket: "zmq.Socket[bytes]", silence_s: float) -> None:
-    """Closes connections to hosts that do not answer, and drops their messages.
+    """Makes ZeroMQ close connections to hosts that do not answer, and drop their messages.
 
-    The kernel detects such hosts. ZeroMQ's own heartbeat is not used, as it can abort this process:
-    its timer may fire after a peer left whose messages were not read yet (`!_io_error`, libzmq
-    4.3.5).
+    The kernel detects such hosts. ZeroMQ's own heartbeat is not used, because it can abort this
+    process: its timer may fire after a peer has left whose messages were not read yet
+    (`!_io_error`, libzmq 4.3.5).
     """
     seconds = max(1, round(silence_s))
-    socket.set(zmq.TCP_MAXRT, 1000 * seconds)  # ms without an acknowledgement
+    socket.set(zmq.TCP_MAXRT, 1000 * seconds)  # milliseconds without an acknowledgement
     socket.set(zmq.TCP_KEEPALIVE, 1)
     socket.set(zmq.TCP_KEEPALIVE_IDLE, seconds)
     socket.set(zmq.TCP_KEEPALIVE_INTVL, 1)
@@ -108,7 +109,9 @@ def _pair(key: bytes) -> KeyPair:
 
 
 class Doorkeeper:
-    """Decides, in a thread of its own, which clients may connect to a ZeroMQ context's servers."""
+    """Decides which clients may connect to a ZeroMQ context's servers. Runs in a thread of its
+    own.
+    """
 
     def __init__(self, secret: Secret, channel: Channel, clock: Clock) -> None:
         self._key = z85.decode(client_keys(secret, channel).public)
@@ -119,7 +122,7 @@ class Doorkeeper:
     def open(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
         """Starts the thread, which ends with the context."""
         own: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(context.underlying)
-        # Owned by the thread, so that `context.destroy` does not close it.
+        # The thread owns the socket, so that `context.destroy` does not close it.
         socket = own.socket(zmq.REP)
         socket.set(zmq.LINGER, 0)
         socket.bind(_ZAP_ADDRESS)
@@ -135,7 +138,7 @@ class Doorkeeper:
             socket.close()
 
     def _answer(self, frames: list[bytes]) -> list[bytes]:
-        """Answers one request of ZAP 1.0, in frames."""
+        """Answers one request of ZAP 1.0, given as frames."""
         assert len(frames) == _ZAP_FRAMES, "ZeroMQ itself asks, with CURVE as the mechanism"
         _, request, _, address, _, _, key = frames
         if compare_digest(key, self._key):

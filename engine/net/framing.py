@@ -1,7 +1,8 @@
 """Frames in a stream of bytes: four bytes with the length of a frame, then the frame.
 
-An empty frame is a *beat*, a sign of life. The *farewell* is a length that no frame has; it says
-that the session ends. So a stream that ends without a farewell shows that the other end failed.
+An empty frame is a *beat*: it shows that the sender is alive. The *farewell* is a length that no
+frame has; it means that the sender ends the session. So if a stream ends without a farewell, the
+other end has failed.
 
 Pure: bytes in, frames out.
 """
@@ -19,16 +20,18 @@ FAREWELL = _LENGTH.pack(_FAREWELL)
 
 
 def head_of(frame: bytes) -> bytes:
-    """Returns the bytes that precede a frame. Raises ProtocolError if the frame is too long."""
+    """Returns the four bytes that precede a frame. Raises ProtocolError if the frame is too
+    long.
+    """
     if len(frame) > MAX_FRAME_BYTES:
         raise ProtocolError(f"a frame of {len(frame)} bytes is too long")
     return _LENGTH.pack(len(frame))
 
 
 class FrameReader:
-    """Reassembles frames from the pieces of a stream.
+    """Reassembles frames from pieces of a stream.
 
-    It keeps no more than one incomplete frame. After the farewell it ignores everything.
+    It stores at most one incomplete frame. After the farewell it ignores everything.
     """
 
     def __init__(self) -> None:
@@ -37,11 +40,11 @@ class FrameReader:
         self.has_ended = False
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Returns the frames that are complete now. Raises ProtocolError if one is too long."""
+        """Returns the frames that are now complete. Raises ProtocolError if a frame is too long."""
         if self.has_ended:
             return []
         if not self._rest:
-            return self._frames_of(data)  # the usual case: all frames are complete
+            return self._frames_of(data)  # usually all frames are complete
         self._rest += data
         if len(self._rest) < self._wanted_bytes:
             return []
@@ -49,7 +52,7 @@ class FrameReader:
         return self._frames_of(whole)
 
     def _frames_of(self, data: bytes | bytearray) -> list[bytes]:
-        """Splits complete frames off the beginning, and keeps the rest."""
+        """Splits complete frames off the beginning of `data`, and stores the rest."""
         frames: list[bytes] = []
         at, view = 0, memoryview(data)
         self._wanted_bytes = HEAD_BYTES

@@ -2,7 +2,7 @@
 
 
 class Seldom:
-    """Decides when to log an event that may happen any number of times. Pure."""
+    """Decides when an event is logged that may happen any number of times. Pure."""
 
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s
@@ -10,9 +10,7 @@ class Seldom:
         self._num_unsaid = 0
 
     def due(self, now_s: float) -> int | None:
-        """Counts the event. If it is time to log it, returns how often it happened since the last
-        log.
-        """
+        """Counts the event. If a line is due, returns the number of events since the last line."""
         self._num_unsaid += 1
         if self._next_s is not None and now_s < self._next_s:
             return None

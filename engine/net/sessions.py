@@ -1,18 +1,18 @@
 """Sessions between processes of a deployment: frames over TCP, in both directions.
 
-`engine.messages` and `engine.control` say what the frames mean, `engine.net.framing` how they
-follow each other. A session begins when each end has proved to the other that it holds the
-deployment's secret (`engine.net.challenge`). Before that, a server takes no frame and keeps no byte
-beyond a claim. A connection on which no session begins is closed after `UNTRUSTED_S`.
+`engine.messages` and `engine.control` define the content of frames, `engine.net.framing` their form
+in the stream. A session begins after each end has proved to the other end that it has the
+deployment's secret (`engine.net.challenge`). Before that, a server reads no frame and stores no
+byte beyond a claim. If no session begins on a connection, the server closes it after `UNTRUSTED_S`.
 
-Both ways have flow control. An end that has `MAX_UNREAD_BYTES` of frames to handle reads no more
-from its socket. `Line.send` waits while the other end does so, and `Line.post` never waits.
+Both directions have flow control. An end that has `MAX_UNREAD_BYTES` of unhandled frames stops
+reading from its socket. Meanwhile `Line.send` waits at the other end. `Line.post` never waits.
 
-The end of a session shows that the other side is gone. But a peer that is stopped or cut off does
-not end the session. So each end sends a beat if it has sent nothing else for `BEAT_EVERY_S`, and
-ends a session in which it has received nothing for too long (`PeerSilent`). The event loop sends
-the beats, because the loop serves the other end: the kernel would answer TCP's probes even while
-the loop hangs.
+If a session ends, the other process has exited. But if a peer is stopped or cut off from the
+network, its session does not end. So each end sends a beat if it has sent nothing else for
+`BEAT_EVERY_S`. An end that has received nothing for too long ends the session (`PeerSilent`). The
+event loop sends the beats, because the same loop serves the other end. The kernel, in contrast,
+would answer TCP's probes even while the loop hangs.
 
 Why not gRPC: on two cores, a round trip of 200 bytes takes 25 µs here, and took 123 µs with gRPC's
 library.
@@ -42,24 +42,24 @@ from engine.net.trust import KEY_BYTES, Secret
 log = logging.getLogger(__name__)
 
 GREETING = b"baton/1\n"  # the server's first bytes, before its challenge
-ACCEPTED = b"\x00"  # precedes the server's proof; a refusal has the length of its reason here
+ACCEPTED = b"\x00"  # precedes the server's proof; a refusal has its length at this place
 MAX_REASON_BYTES = 255
 BEAT_EVERY_S = 0.5
-SILENCE_S = 5.0  # default: a peer that sends nothing for this long counts as dead
-UNTRUSTED_S = 5  # a connection without a session is closed after this time
-FAREWELL_S = 5.0  # longest time to send the last frames of a session
-MAX_CONNECTIONS = 1024  # connections to one server
-MAX_UNREAD_BYTES = 2**20  # bytes of unhandled frames at which an end stops reading
+SILENCE_S = 5.0  # default: a peer that sends nothing for this long is considered dead
+UNTRUSTED_S = 5  # a connection without a session is closed after this number of seconds
+FAREWELL_S = 5.0  # longest time in which the last frames of a session are sent
+MAX_CONNECTIONS = 1024  # most connections to one server
+MAX_UNREAD_BYTES = 2**20  # an end with this size of unhandled frames stops reading
 OVERHEAD_BYTES = 64  # added to the size of each unread frame
-# Frames of one loop iteration that are sent together: making a request's frame takes 0.2 ms.
+# Most frames of one loop iteration that are sent together. Making a request's frame takes 0.2 ms.
 MAX_BEHIND = 8
 COPY_BYTES = 16_384  # a frame up to this length is copied behind its head, and written in one piece
-LOG_EVERY_S = 10.0  # least time between two logged refusals; others are only counted
+LOG_EVERY_S = 10.0  # least time between two logged refusals; other refusals are only counted
 BACKLOG = 256
 
 
 class PeerSilent(BatonError, ConnectionError):
-    """Nothing has come from the peer for `seconds`, which is too long."""
+    """Raised after nothing has arrived from the peer for `seconds`, which is too long."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(f"silent for {seconds:.1f} s")
@@ -67,11 +67,11 @@ class PeerSilent(BatonError, ConnectionError):
 
 
 class Line(asyncio.Protocol):
-    """One end of a session that has begun: frames go out and come in. Belongs to one event loop."""
+    """One end of an open session: sends and receives frames. Belongs to one event loop."""
 
     def __init__(self, transport: asyncio.Transport, silence_s: float) -> None:
-        """The line takes over the transport. If the session ends otherwise than by `finish` and
-        `close`, `on_end` is called once.
+        """The line takes over the transport. `on_end` is called once, if the session ends in
+        another way than by `finish` and `close`.
         """
         self._transport = transport
         self._silence_s = silence_s
@@ -80,14 +80,14 @@ class Line(asyncio.Protocol):
         self._unread: deque[bytes] = deque()
         self._num_unread_bytes = 0
         self._reads = True
-        self._waiter: asyncio.Future[None] | None = None  # `receive` waits for it
+        self._waiter: asyncio.Future[None] | None = None  # set while `receive` waits for a frame
         self._drained: asyncio.Future[None] | None = None  # set while the other end reads slowly
-        self._has_sent = True  # True if data was sent since the last beat was due
-        # Frames after the first one of this loop iteration; None: there was none.
+        self._has_sent = True  # data was sent since the last beat was due
+        # Frames after the first frame of this loop iteration. None: no frame was posted in it.
         self._behind: list[bytes] | None = None
         self._num_behind_bytes = 0
         self._is_over = False
-        # Why the session is over; None: the other end said farewell.
+        # Why the session is over. None: the other end has sent a farewell.
         self._error: BaseException | None = None
         self._gone = self._loop.create_future()  # set when the connection is closed
         self.on_end: Callable[[], object] = lambda: None
@@ -102,9 +102,9 @@ class Line(asyncio.Protocol):
         """Sends a frame without waiting for anything. Raises ConnectionError.
 
         If sending fails later, `receive` raises too. See `num_unsent_bytes`. In one iteration of
-        the loop, the first frame is sent at once, and later short frames in small groups. A write
-        for each frame would wake the other end every time. One write for all frames would leave the
-        other end idle until then.
+        the loop, the first frame is sent at once, and later short frames in small groups. With one
+        write for each frame, the other end would wake up for each. With one write for all frames,
+        the other end would be idle until then.
         """
         if self._is_over:
             raise self._reason()
@@ -137,22 +137,22 @@ class Line(asyncio.Protocol):
         self._behind = None
 
     async def send(self, frame: bytes) -> None:
-        """Sends a frame; waits while the other end reads too slowly. Raises ConnectionError."""
+        """Sends a frame. Waits while the other end reads too slowly. Raises ConnectionError."""
         while self._drained is not None:
             await asyncio.wait([self._drained])
         self.post(frame)
 
     @property
     def num_unsent_bytes(self) -> int:
-        """Returns the sent bytes that the kernel has not accepted yet."""
+        """Returns the number of sent bytes that the kernel has not accepted yet."""
         return self._num_behind_bytes + self._transport.get_write_buffer_size()
 
     # ------------------------------------------------------------ in
 
     async def receive(self) -> bytes | None:
-        """Returns the next frame, or None when the other end ended the session.
+        """Returns the next frame, or None if the other end has ended the session.
 
-        Raises ConnectionError; PeerSilent if nothing came for too long.
+        Raises ConnectionError; PeerSilent if nothing has arrived for too long.
         """
         while not self._unread and not self._is_over:
             self._waiter = self._loop.create_future()
@@ -167,11 +167,11 @@ class Line(asyncio.Protocol):
         return None
 
     def __aiter__(self) -> Self:
-        """Yields received frames until the session ends."""
+        """Iterates over received frames until the session ends."""
         return self
 
     async def __anext__(self) -> bytes:
-        """Returns the next frame. Raises as `receive` does."""
+        """Returns the next frame. Raises the same errors as `receive`."""
         frame = await self.receive()
         if frame is None:
             raise StopAsyncIteration
@@ -188,7 +188,7 @@ class Line(asyncio.Protocol):
     # ------------------------------------------------------------ the end
 
     def finish(self) -> None:
-        """Ends the session when everything is sent. `close` must follow."""
+        """Ends the session after all frames have been sent. The caller must then call `close`."""
         if not self._is_over:
             self._send_behind()
             self._transport.write(FAREWELL)
@@ -198,20 +198,20 @@ class Line(asyncio.Protocol):
     def leave(self) -> None:
         """Ends the session. Sends a farewell, unless earlier bytes are still unsent.
 
-        `close` must follow.
+        The caller must then call `close`.
         """
         self.on_end = lambda: None
         if not self._transport.get_write_buffer_size():
             self.finish()
 
     def fail(self, error: BaseException) -> None:
-        """Ends the session at once, for this reason. Unsent data is lost."""
+        """Ends the session at once, with this error as the reason. Unsent data is lost."""
         if not self._is_over:
             self._transport.abort()
             self._end(error)
 
     async def close(self) -> None:
-        """Ends the session if it is not over, and waits until the connection is closed."""
+        """Ends the session if it is still open, and waits until the connection is closed."""
         self.on_end = lambda: None
         self.fail(ConnectionError("closed"))
         try:
@@ -221,7 +221,9 @@ class Line(asyncio.Protocol):
 
     @property
     def error(self) -> BaseException | None:
-        """Returns why the session is over; None if it is not, or if the other end said farewell."""
+        """Returns why the session is over; None if it is open, or if the other end has sent a
+        farewell.
+        """
         return self._error
 
     def _end(self, error: BaseException | None) -> None:
@@ -237,14 +239,14 @@ class Line(asyncio.Protocol):
         self.on_end()
 
     def _reason(self) -> ConnectionError:
-        """Returns the error that sending raises now."""
+        """Returns the error that calls of `post` and `send` now raise."""
         error = self._error
         return error if isinstance(error, ConnectionError) else ConnectionError("session ended")
 
     # ------------------------------------------------------------ beats
 
     def _check(self) -> None:
-        """Sends a beat if it is due. Ends the session if the other end is silent."""
+        """Sends a beat if a beat is due. Ends the session if the other end is silent."""
         self._beat = self._loop.call_later(BEAT_EVERY_S, self._check)
         try:
             if not (self._has_sent or self._drained is not None):
@@ -283,10 +285,10 @@ class Line(asyncio.Protocol):
             self._transport.pause_reading()
 
     def eof_received(self) -> None:
-        """The other end has closed the connection; this end closes it too."""
+        """Closes the connection, because the other end has closed it."""
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Records that the connection is closed. Without a farewell, the connection broke."""
+        """Records that the connection is closed. Without a farewell, the connection has failed."""
         self._gone.set_result(None)
         self._end(ConnectionError(str(exc) if exc is not None else "the connection broke"))
 
@@ -306,7 +308,7 @@ Session = Callable[[Line], Coroutine[Any, Any, None]]
 
 
 class SessionServer:
-    """Serves sessions to clients that hold the secret."""
+    """Serves sessions to clients that have the secret."""
 
     def __init__(
         self,
@@ -335,7 +337,7 @@ class SessionServer:
         self._sessions: set[asyncio.Task[None]] = set()
 
     async def open(self) -> str:
-        """Starts to listen; returns the address, host:port. Raises OSError if the port is in
+        """Starts to listen. Returns the address, host:port. Raises OSError if the port is in
         use.
         """
         self._loop = asyncio.get_running_loop()
@@ -363,7 +365,7 @@ class SessionServer:
     # ------------------------------------------------------------ connections
 
     def admits(self, stranger: "_Stranger") -> bool:
-        """Counts a connection that was accepted; False if there are too many."""
+        """Counts an accepted connection. Returns False if there are too many connections."""
         if len(self._strangers) + len(self._sessions) >= MAX_CONNECTIONS:
             self.refuse("too many connections", "")
             return False
@@ -371,7 +373,7 @@ class SessionServer:
         return True
 
     def remove(self, stranger: "_Stranger") -> None:
-        """Removes a connection that has ended, or whose session has begun."""
+        """Removes a connection that has ended, or on which a session has begun."""
         self._strangers.discard(stranger)
 
     def challenge(self) -> bytes:
@@ -389,7 +391,7 @@ class SessionServer:
             log.warning("refused %d sessions, the last from %s: %s", num, peer, reason)
 
     def begin(self, transport: asyncio.Transport) -> None:
-        """Begins the session of a client that has proved itself."""
+        """Begins the session of a client that has proved that it has the secret."""
         line = Line(transport, self._silence_s)
         task = self._loop.create_task(self._run(line))
         line.on_end = task.cancel
@@ -414,7 +416,7 @@ class SessionServer:
 
 
 class _Stranger(asyncio.Protocol):
-    """A server's connection on which no session has begun yet."""
+    """A server's connection before a session has begun on it."""
 
     def __init__(self, server: SessionServer) -> None:
         self._server = server
@@ -422,7 +424,7 @@ class _Stranger(asyncio.Protocol):
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Asks the client to prove itself."""
+        """Sends the challenge to the client."""
         self._transport = cast("asyncio.Transport", transport)
         if not self._server.admits(self):
             self.cut()
@@ -432,7 +434,7 @@ class _Stranger(asyncio.Protocol):
         self._transport.write(GREETING + self._server.challenge())
 
     def data_received(self, data: bytes) -> None:
-        """Reads the claim; bytes after it are refused."""
+        """Reads the client's claim. Refuses the client if more bytes follow."""
         if self._transport.is_closing():
             return
         self._claim += data[: CLAIM_BYTES + 1]
@@ -448,11 +450,11 @@ class _Stranger(asyncio.Protocol):
         self._server.begin(self._transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client is gone."""
+        """Removes the connection, because the client has left."""
         self._leave()
 
     def cut(self) -> None:
-        """Ends the connection."""
+        """Closes the connection."""
         self._leave()
         self._transport.abort()
 
@@ -470,19 +472,19 @@ class _Stranger(asyncio.Protocol):
 
 
 class SessionClient:
-    """The client's side of a session: it dials the server."""
+    """The client's side of a session: connects to the server."""
 
     def __init__(self, address: str, secret: Secret, *, silence_s: float = SILENCE_S) -> None:
-        """A server that is silent for longer than `silence_s` counts as lost."""
+        """A server that is silent for longer than `silence_s` is considered lost."""
         self._address = address
         self._secret = secret
         self._silence_s = silence_s
         self._line: Line | None = None  # set once a session has begun
 
     async def open(self) -> None:
-        """Begins a session with a server that holds the secret.
+        """Connects to a server that has the secret, and begins a session.
 
-        Raises Untrusted, or ConnectionError, also if it takes longer than UNTRUSTED_S.
+        Raises Untrusted; ConnectionError, also if this takes longer than UNTRUSTED_S.
         """
         noise = secrets.token_bytes(NOISE_BYTES)
         dialling = _Dialling(Claimant(self._secret, self._address, noise=noise))
@@ -504,32 +506,32 @@ class SessionClient:
 
     @property
     def line(self) -> Line:
-        """Returns this end of the session. Raises ConnectionError if no session has begun."""
+        """Returns this end of the session. Raises ConnectionError before a session has begun."""
         if self._line is None:
             raise ConnectionError("no session has begun")
         return self._line
 
     async def send(self, frame: bytes) -> None:
-        """See `Line.send`."""
+        """Sends a frame: see `Line.send`."""
         await self.line.send(frame)
 
     def post(self, frame: bytes) -> None:
-        """See `Line.post`."""
+        """Sends a frame without waiting: see `Line.post`."""
         self.line.post(frame)
 
     async def receive(self) -> bytes | None:
-        """See `Line.receive`."""
+        """Returns the next frame: see `Line.receive`."""
         return await self.line.receive()
 
     async def close(self) -> None:
-        """Ends the session with a farewell, if it has begun. Unsent data is lost."""
+        """Ends the session with a farewell, if a session has begun. Unsent data is lost."""
         if self._line is not None:
             self._line.leave()
             await self._line.close()
 
 
 class _Dialling(asyncio.Protocol):
-    """A client's connection on which no session has begun yet."""
+    """A client's connection before a session has begun on it."""
 
     def __init__(self, claimant: Claimant) -> None:
         self._claimant = claimant
@@ -539,24 +541,26 @@ class _Dialling(asyncio.Protocol):
         self._begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def wait(self) -> None:
-        """Waits until both ends have proved themselves. Raises ConnectionError, Untrusted."""
+        """Waits until both ends have proved that they have the secret. Raises ConnectionError,
+        Untrusted.
+        """
         await self._begun
 
     def line(self, silence_s: float) -> Line:
-        """Returns the line of the session that has begun. Raises ConnectionError if it broke
-        since.
+        """Returns the line of the session that has begun. Raises ConnectionError if the connection
+        has failed since.
         """
         assert self._transport is not None
         if self._transport.is_closing():
             raise ConnectionError("the server left")
         line = Line(self._transport, silence_s)
-        if self._said:  # the server's first frames arrived together with its proof
+        if self._said:  # the server's first frames have arrived together with its proof
             line.data_received(self._said)
         self._transport.resume_reading()
         return line
 
     def cut(self) -> None:
-        """Ends the connection."""
+        """Closes the connection."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -577,7 +581,7 @@ class _Dialling(asyncio.Protocol):
             self._fail(error)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The server is gone."""
+        """Records that the server has closed the connection."""
         self._fail(ConnectionError(str(exc) if exc is not None else "the server left"))
 
     def _answer(self, transport: asyncio.Transport) -> None:
@@ -603,7 +607,7 @@ class _Dialling(asyncio.Protocol):
             raise Untrusted(f"untrusted: {reason}")
         self._claimant.check(self._said[1:size])
         self._said = self._said[size:]
-        transport.pause_reading()  # until there is a line
+        transport.pause_reading()  # reading continues when there is a `Line`
         self._begun.set_result(None)
 
     def _fail(self, error: Exception) -> None:

@@ -1,8 +1,8 @@
 """The deployment's secret, and every key that is derived from it.
 
-One random token is made when a deployment starts, and each of its processes receives it. The token
-itself never crosses a connection. Each purpose has a key of its own, so a leaked key says nothing
-about the others:
+One random token is made when a deployment starts, and each process of the deployment receives it.
+The token itself is never sent over a connection. Each purpose has a key of its own, so a leaked key
+reveals nothing about other keys:
 
     root = blake2b(token, person "baton secret")        key(purpose) = blake2b(purpose, key root)
 
@@ -27,7 +27,7 @@ class Secret:
         encoded = token.encode(errors="surrogatepass")
         self._root = blake2b(encoded, person=b"baton secret").digest()
         self._keys: dict[str, bytes] = {}  # derived keys by purpose; there are few purposes
-        self._salts: dict[str, bytes] = {}  # salts of groups, for requests without `cache_salt`
+        self._salts: dict[str, bytes] = {}  # salts by group, for requests without `cache_salt`
 
     def __repr__(self) -> str:
         return "Secret(…)"
@@ -54,8 +54,8 @@ class Secret:
         return salt
 
     def digest(self, purpose: str, *texts: str, size: int) -> bytes:
-        """Returns a digest of these texts, `size` bytes long, that only holders of the secret
-        can compute.
+        """Returns a digest of these texts, `size` bytes long. Only processes that have the secret
+        can compute it.
         """
         digest = blake2b(key=self.key(purpose), digest_size=size)
         for text in texts:  # lengths are included, so that different lists of texts never coincide

@@ -1,1 +1,1 @@
-"""The pure core of a worker: sequences, blocks, batches, events and effects."""
+"""The pure core of a worker: sequences, blocks, batches, and the core's events and effects."""

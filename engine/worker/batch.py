@@ -1,15 +1,16 @@
 """The plan of a step and its result, in integers: the interface between schedulers and the runner.
 
-A runner launches a step and may still compute when `launch` returns. Before `result` has returned,
-the step's blocks may not be leased or given to new owners, and its duration is unknown.
+A runner launches a step, and may still be computing when `launch` returns. Before `result` has
+returned, the step's blocks may not be leased or given to new owners, and its duration is unknown.
 
-One shape serves all steps. Each row extends one sequence's context by `q` tokens. A prefill chunk
-has `q` = chunk, a decode step `q` = 1. The verification of a draft of k tokens has `q` = k + 1: the
-row's own token and the drafted ones behind it.
+All steps have the same form. Each row extends one sequence's context by `q` tokens. For a prefill
+chunk `q` is the length of the chunk. For a decode step `q` is 1. For the verification of a draft of
+k tokens `q` is k + 1: the row's own token and the drafted tokens after it.
 
-A drafted token is kept if the target chooses it there, with the noise of that position. The token
-after the last kept one is the target's choice too. So a row that drafts k tokens yields between 1
-and k + 1 tokens. They equal the tokens of k + 1 steps without a draft.
+A drafted token is kept if the target chooses the same token at this position, with the noise of
+this position. The token after the last kept token is also the target's choice. So a row that drafts
+k tokens yields between 1 and k + 1 tokens. They are the same tokens as in k + 1 steps without a
+draft.
 """
 
 from array import array
@@ -25,7 +26,8 @@ from engine.worker.blocks import BlockId
 
 
 class Row(msgspec.Struct, frozen=True):  # created five times as fast as a dataclass
-    """Compute `token_ids` at positions `start`, `start + 1`, …; K and V go into the block table.
+    """Compute `token_ids` at positions `start`, `start + 1`, …; K and V are stored in the block
+    table.
 
     With `sampling`, also choose the token that follows; `banned` ids are never chosen. The block
     table has room for the drafted tokens too. Only some rows use the other fields:
@@ -64,79 +66,79 @@ class Row(msgspec.Struct, frozen=True):  # created five times as fast as a datac
 
     @property
     def end(self) -> int:
-        """Returns the context length after this row, drafts excluded: the position of the token
-        that the row chooses.
+        """Returns the context length after this row, without drafts. This is also the position of
+        the token that the row chooses.
         """
         return self.start + len(self.token_ids)
 
     @property
     def max_drafted(self) -> int:
-        """Returns the most drafted tokens that this row verifies."""
+        """Returns the largest number of drafted tokens that this row verifies."""
         return len(self.draft) + self.num_to_draft
 
 
 class BatchPlan(msgspec.Struct, frozen=True):
-    """Rows of one forward pass, of different sequences."""
+    """The rows of one forward pass. Each row belongs to another sequence."""
 
     rows: Sequence[Row]
 
 
 class RowResult(msgspec.Struct, frozen=True):
-    """The result of a row; without tokens if the row chooses none.
+    """The result of a row. It has no tokens if the row chooses none.
 
-    `token_ids` are the drafted tokens that were kept and the one that the target chose behind them.
-    K and V of all of these but the last are in the block table now.
+    `token_ids` are the drafted tokens that were kept, and the token that the target chose after
+    them. K and V of all these tokens except the last are now in the block table.
     """
 
     token_ids: tuple[int, ...] = ()
-    num_drafted: int = 0  # drafted tokens that were verified
+    num_drafted: int = 0  # number of drafted tokens that were verified
     logprobs: tuple[Logprobs, ...] = ()  # one for each token, if the sampling requests them
-    scored: tuple[Logprobs, ...] = ()  # one for each token of the row's `scored`
-    embedding: bytes = b""  # fp32 [hidden] of the last token, if the model embeds
+    scored: tuple[Logprobs, ...] = ()  # log-probability of each token in the row's `scored`
+    embedding: bytes = b""  # fp32 [hidden] of the last token, if the model computes embeddings
 
     @property
     def num_accepted(self) -> int:
-        """Returns the number of drafted tokens that were kept."""
+        """Returns the number of drafted tokens that the target kept."""
         return max(len(self.token_ids) - 1, 0)
 
 
 class StepTimes(msgspec.Struct, frozen=True):
-    """The parts of a step's time on the host, in seconds.
+    """The parts of a step's duration on the host, in seconds.
 
-    A GPU computes while the host goes on. There `forward_s` ends when the passes are queued, and
-    `sample_s` includes the wait for them. If the step was launched before the last one had ended,
-    its time begins at that end.
+    A GPU computes while the host continues. There `forward_s` ends when the passes are queued, and
+    `sample_s` includes the wait for the passes. If the step was launched before the last step had
+    ended, its duration begins at the end of the last step.
     """
 
     prepare_s: float
     forward_s: float
     sample_s: float
-    draft_s: float = 0.0  # the draft model's passes, which come first
+    draft_s: float = 0.0  # duration of the draft model's passes, which come first
 
     @property
     def total_s(self) -> float:
-        """Returns the seconds of the whole step."""
+        """Returns the duration of the whole step in seconds."""
         return self.draft_s + self.prepare_s + self.forward_s + self.sample_s
 
 
 class BatchResult(msgspec.Struct, frozen=True):
-    """The result of each row, and the step's times if the runner measures them."""
+    """The result of each row. Includes the step's durations if the runner measures them."""
 
     rows: Sequence[RowResult]
     times: StepTimes | None = None
 
     @property
     def tokens(self) -> list[int | None]:
-        """Returns the first token that each row chose; None for rows that choose none."""
+        """Returns the first token that each row chose; None for rows that chose no token."""
         return [row.token_ids[0] if row.token_ids else None for row in self.rows]
 
 
 class LaunchedStep(Protocol):
-    """A step that a runner computes."""
+    """A step that a runner has launched."""
 
     def result(self) -> BatchResult:
-        """Waits for the step's end. From then on K and V of all its tokens are in the buffer, and
-        the step accesses no memory any more.
+        """Waits for the end of the step. After that, K and V of all its tokens are in the buffer,
+        and the step accesses no memory any more.
         """
         ...
 
@@ -144,8 +146,8 @@ class LaunchedStep(Protocol):
 class Runner(Protocol):
     """Carries out batch plans on a KV buffer of `num_blocks` blocks, in the order of their launch.
 
-    If `overlaps` is true, one step may be launched before `result` of the step before was called,
-    and it may have pending rows. Otherwise `result` must be called before the next launch.
+    If `overlaps` is true, the next step may be launched before `result` of the last step was
+    called, and may have pending rows. Otherwise `result` must be called before the next launch.
     """
 
     layout: KVLayout
@@ -153,5 +155,5 @@ class Runner(Protocol):
     overlaps: bool
 
     def launch(self, plan: BatchPlan) -> LaunchedStep:
-        """Begins one forward pass."""
+        """Starts the forward pass of a plan."""
         ...

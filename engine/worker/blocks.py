@@ -1,7 +1,7 @@
 """The pool of KV blocks: it tracks the holders of each block. Integers and hashes only, no KV.
 
-Each block has three independent kinds of holders, and becomes free when the last holder releases
-it:
+Each block can have three independent kinds of holders. The block becomes free when its last holder
+releases it:
 
     owned      sequences whose block table names it (several, if they share a prefix)
     leased     open leases on it: another worker may read it
@@ -9,25 +9,25 @@ it:
 
 A block without a holder is free. If it is full and its hash is known, it is also *cached*. It keeps
 its content until the free list, least recently used first, reaches it. *Evict-first* blocks are
-handed out before other cached blocks: their last sequence or lease said that another worker keeps a
-copy. A block before a kept block is not evicted first, or the prefix would be lost. Generated
-blocks do not count here: the next prompt repeats the answer, or cannot use it. *Likely-reused*
-blocks were marked by the last sequence's request. They stay `LIKELY_REUSED_STAY` times as long as
-others, counted in blocks handed out. So at all times
+allocated before other cached blocks: another worker has a copy of them, as their last sequence or
+lease has stated. A block that precedes a kept block is not evicted first, or the prefix would be
+lost. Generated blocks do not count here: the next prompt repeats the answer, or cannot use it.
+*Likely-reused* blocks were marked by the last sequence's request. They stay cached for
+`LIKELY_REUSED_STAY` times as many allocations as other blocks. At all times
 
     num_blocks = free + cached + owned + leased + in flight        (each block counted once)
 
 A block's hash covers its tokens and all tokens before it, so equal hashes mean equal prefixes. The
 hash is keyed by a salt of 32 secret bytes, one for each tenant. So tenants find only their own
 prefixes, and a reader of hashes cannot find the tokens by trying. The key comes first in the hashed
-bytes. That makes BLAKE2b a pseudo-random function, and costs no second compression at 16 tokens.
+bytes. So BLAKE2b is a pseudo-random function here, and needs no second compression for 16 tokens.
 Simulations have no secrets, and no salt.
 
-A step that was launched may write to the blocks of a sequence that has ended meanwhile. So while a
-step is in flight, a block without a holder and without a hash stays *in flight* until the last step
-launched by then has ended. A block with a hash is full: no step writes to it.
+A launched step may write to the blocks of a sequence that has ended since. So while a step is in
+flight, a block without a holder and without a hash stays *in flight*, until the last step launched
+so far has ended. A block with a hash is full, so no step writes to it.
 
-The pool records stored and evicted blocks as events, if a reader wants them.
+If a reader wants events, the pool records each stored and each evicted block.
 
 Sources: BLAKE2 keyed by prefix, Luykx, Mennink and Neves, ToSC 2016; two owners of a transferred
 block, sglang#24527 and TensorRT-LLM#12542; chained block hashes, vLLM's prefix cache.
@@ -58,7 +58,7 @@ OWNED, LEASED, IN_FLIGHT = range(3)  # kinds of holders
 
 
 def hash_block(parent: BlockHash | None, token_ids: Sequence[int], salt: bytes = b"") -> BlockHash:
-    """Returns the hash of one full block, given its predecessor's hash."""
+    """Returns the hash of one full block, given the hash of the block before it."""
     return hash_blocks(token_ids, len(token_ids), salt, parent=parent)[0]
 
 
@@ -69,7 +69,7 @@ def hash_blocks(
     *,
     parent: BlockHash | None = None,
 ) -> list[BlockHash]:
-    """Returns the hashes of the full blocks of `token_ids`; the first block follows `parent`.
+    """Returns the hashes of the full blocks of `token_ids`. The first block follows `parent`.
 
     A partial block at the end has no hash. All salts in use have the same length.
     """
@@ -90,7 +90,7 @@ def hash_blocks(
 
 
 class BlockCounts(msgspec.Struct, frozen=True):
-    """Counts of a pool's blocks. A block with several kinds of holders counts in the last
+    """Counts of a pool's blocks. A block with several kinds of holders is counted in the last
     matching field.
     """
 
@@ -102,33 +102,33 @@ class BlockCounts(msgspec.Struct, frozen=True):
 
     @property
     def total(self) -> int:
-        """Returns the number of all blocks of the pool."""
+        """Returns the number of all blocks in the pool."""
         return self.free + self.cached + self.owned + self.leased + self.in_flight
 
 
 class Stored(NamedTuple):
-    """A block can be found by its hash from now on. In its prompt it follows `parent`."""
+    """A block can now be found by its hash. In its prompt, the block follows `parent`."""
 
     block_hash: BlockHash
     parent: BlockHash | None
     token_ids: Sequence[int] = ()  # the block's tokens, if known
-    medium: str | None = None  # where a store keeps it; None: in a worker's pool
+    medium: str | None = None  # medium of a store's block; None: a worker's pool
 
 
 class Evicted(NamedTuple):
     """A block can no longer be found by its hash."""
 
     block_hash: BlockHash
-    medium: str | None = None  # the medium that the block left
+    medium: str | None = None  # the medium from which the block was removed
 
 
 CacheEvent = Stored | Evicted
-# Equivalents of the constructors that take half the time.
+# The same as the constructors, in half the time.
 _stored, _evicted = partial(tuple.__new__, Stored), partial(tuple.__new__, Evicted)
 
 
 class BlockPool:
-    """Hands out block ids and knows which block holds which prefix. Owned by one thread.
+    """Allocates block ids, and finds the blocks of prefixes by their hashes. Owned by one thread.
 
     With `keeps_events` it records stored and evicted blocks until `pop_events`. Without
     `with_tokens` the events do not include the blocks' tokens.
@@ -139,32 +139,32 @@ class BlockPool:
     ) -> None:
         assert num_blocks > 0
         self.num_blocks = num_blocks
-        # True if callers of `set_hashes` should pass tokens.
+        # True if callers should pass tokens to `set_hashes`.
         self.wants_tokens = keeps_events and with_tokens
         self._events: list[CacheEvent] | None = [] if keeps_events else None
-        # For each kind of holder: each block's holders, and the number of blocks with any.
+        # For each kind of holder: the number of holders of each block, then of blocks with any.
         self._holders = tuple([0] * num_blocks for _ in (OWNED, LEASED, IN_FLIGHT))
         self._num_held = [0, 0, 0]
         self._hash: list[BlockHash | None] = [None] * num_blocks
         self._by_hash: dict[BlockHash, BlockId] = {}
-        # Number of known prompt blocks that directly follow each block.
+        # For each block: the number of known prompt blocks that directly follow it.
         self._num_children: dict[BlockHash, int] = {}
-        # Parent's hash, set for blocks of prompts.
+        # The hash of each block's parent, set for blocks of prompts.
         self._parent: list[BlockHash | None] = [None] * num_blocks
         self._num_cached = 0  # number of idle blocks with a known hash
-        # For each step in flight, the blocks that become free when it ends.
+        # For each step in flight: the blocks that become free when the step ends.
         self._freed_in_flight: deque[list[BlockId]] = deque()
-        # Blocks with no holder, next to be handed out first. An ordered dict, not a deque, because
-        # a prefix hit takes a block out of the middle. All of the first are handed out before any
-        # others: blocks without a hash and evict-first blocks, then blocks worth keeping.
+        # Blocks without a holder, in the order of allocation. An ordered dict, not a deque, because
+        # a prefix hit removes a block from the middle. First are the blocks without a hash and the
+        # evict-first blocks. Only when none of them is left, blocks worth keeping are allocated.
         self._evict_first: OrderedDict[BlockId, None] = OrderedDict(
             (BlockId(i), None) for i in range(num_blocks)
         )
         self._kept: OrderedDict[BlockId, None] = OrderedDict()
         self._likely_reused: OrderedDict[BlockId, None] = OrderedDict()
-        self._marks = bytearray(num_blocks)  # each block's mark, used when its last holder is gone
-        self._num_handed_out = 0  # blocks handed out so far
-        # `_num_handed_out` at the time when a cached block became idle.
+        self._marks = bytearray(num_blocks)  # each block's mark, used after its last release
+        self._num_handed_out = 0  # number of allocations so far
+        # `_num_handed_out` at the time when a cached block lost its last holder.
         self._idle_since = [0] * num_blocks
 
     @property
@@ -173,9 +173,9 @@ class BlockPool:
         return len(self._evict_first) + len(self._kept) + len(self._likely_reused)
 
     def counts(self) -> BlockCounts:
-        """Counts the blocks by kind of holder."""
+        """Returns the number of blocks for each kind of holder."""
         _, leased, in_flight = self._num_held
-        if in_flight and leased:  # a block may have both kinds of holders
+        if in_flight and leased:  # a block may be both leased and in flight
             leased -= sum(map(bool, map(mul, self._holders[IN_FLIGHT], self._holders[LEASED])))
         in_flight += sum(map(len, self._freed_in_flight))
         owned = self.num_blocks - self.num_idle - leased - in_flight
@@ -189,7 +189,7 @@ class BlockPool:
         )
 
     def match(self, hashes: Iterable[BlockHash]) -> list[BlockId]:
-        """Returns the blocks of the longest prefix of `hashes` in the pool, without acquiring
+        """Returns the pool's blocks for the longest known prefix of `hashes`. Acquires none of
         them.
         """
         found: list[BlockId] = []
@@ -201,14 +201,12 @@ class BlockPool:
         return found
 
     def find(self, hashes: Iterable[BlockHash]) -> list[tuple[int, BlockId]]:
-        """Returns those blocks of `hashes` that are in the pool, each with its index in
-        `hashes`.
-        """
+        """Returns the blocks of `hashes` that are in the pool, each with the index of its hash."""
         found = ((place, self._by_hash.get(h)) for place, h in enumerate(hashes))
         return [(place, block) for place, block in found if block is not None]
 
     def allocate(self, num_blocks: int) -> list[BlockId]:
-        """Allocates `num_blocks` blocks for a sequence, evicting cached blocks if needed. Raises
+        """Allocates `num_blocks` blocks for a sequence. Evicts cached blocks if necessary. Raises
         OutOfBlocks.
         """
         if num_blocks > self.num_idle:
@@ -234,7 +232,9 @@ class BlockPool:
         return blocks
 
     def _longest_idle(self) -> Iterable[BlockId]:
-        """Returns idle blocks that are worth keeping, in the order in which their stay ends."""
+        """Returns the idle blocks that are worth keeping, in the order in which they will be
+        evicted.
+        """
         now, since, marks = self._num_handed_out, self._idle_since, self._marks
 
         def stay(block: BlockId) -> int:
@@ -252,12 +252,13 @@ class BlockPool:
         token_ids: Sequence[Sequence[int]] = (),
         is_answer: bool = False,
     ) -> None:
-        """Records that `blocks`, which follow one another, are full, and their hashes.
+        """Records that `blocks`, each of which follows the block before it, are full, with their
+        hashes.
 
-        Of two blocks with the same hash, lookups find the first.
+        If two blocks have the same hash, lookups return the first.
 
-        `parent`, the hash of the block before the first, and the blocks' tokens are only passed on
-        as events. With `is_answer`, the blocks were generated, and none counts as a block that
+        `parent` is the hash of the block before the first. The blocks' tokens are only used in
+        events. With `is_answer`, the blocks were generated, and no block counts as a block that
         follows its parent.
         """
         by_hash, known, owned, events = (
@@ -271,7 +272,7 @@ class BlockPool:
             if block_hash not in by_hash:
                 by_hash[block_hash] = block
                 known[block] = block_hash
-                if not owned[block]:  # most blocks have an owner, so they are not idle
+                if not owned[block]:  # most blocks have an owner, and so are not idle
                     self._num_cached += self._is_idle(block)
                 if not is_answer:
                     self._parent[block] = parent
@@ -309,9 +310,9 @@ class BlockPool:
         self._num_held[kind] += num_first
 
     def release(self, kind: int, blocks: Sequence[BlockId], mark: int | None = None) -> None:
-        """Removes a holder from each block, and marks the blocks unless `mark` is None.
+        """Removes a holder from each block. Marks the blocks, unless `mark` is None.
 
-        The end of a prefix becomes free before its beginning.
+        The last blocks of a prefix become free before its first blocks.
         """
         marks = self._marks
         if mark == EVICT_FIRST:
@@ -349,11 +350,13 @@ class BlockPool:
         return len(self._freed_in_flight)
 
     def begin_step(self) -> None:
-        """Records the launch of a step, which may write to blocks of sequences."""
+        """Records the launch of a step, which may write to the blocks of sequences."""
         self._freed_in_flight.append([])
 
     def end_step(self) -> None:
-        """Records that the oldest launched step has ended, and frees blocks that it held."""
+        """Records that the oldest launched step has ended, and frees the blocks that waited for
+        it.
+        """
         for block in self._freed_in_flight.popleft():
             self._evict_first[block] = None
             self._evict_first.move_to_end(block, last=False)
@@ -395,11 +398,11 @@ class BlockPool:
         return block in self._kept or block in self._evict_first or block in self._likely_reused
 
     def _mark_evict_first(self, blocks: Sequence[BlockId]) -> None:
-        """Marks the blocks of a prefix to be evicted first.
+        """Marks the blocks of a prefix to be evicted before others.
 
-        A block that other prompt blocks follow is not marked, and neither are the blocks before it.
+        A block that another prompt block follows is not marked, nor are the blocks before it.
         """
-        num_after = 0  # number of known blocks of this prefix that directly follow the block
+        num_after = 0  # known blocks of this prefix that directly follow the block
         for block in reversed(blocks):
             block_hash = self._hash[block]
             if block_hash is None:
@@ -409,7 +412,7 @@ class BlockPool:
             self._marks[block], num_after = EVICT_FIRST, 1
 
     def _remove(self, blocks: Iterable[BlockId]) -> None:
-        """Removes the hash and the parent of blocks."""
+        """Removes the hashes and the parents of blocks."""
         by_hash, known, events = self._by_hash, self._hash, self._events
         num_children, parent_of = self._num_children, self._parent
         for block in blocks:

@@ -1,22 +1,24 @@
-"""Predicted seconds of work on a worker: formulas whose coefficients are learned online.
+"""Predicts the seconds of work on a worker, by formulas whose coefficients are learned online.
 
     prefill   A + B·(n - p) + C·(n² - p²)     n tokens of a prompt, of which p are cached
     decode    D + E·b + F·kv                  a step of b sequences with kv tokens of context in all
     pull      t0 + t_block·k + bytes / rate   k blocks
     load      t0 + t_block·k                  k blocks that a store reads from disk or objects
 
-A chunk is priced like a prompt of which everything before the chunk is cached. So the prices of a
-prompt's chunks sum to the price of the prompt, except that each chunk pays A.
+The price of a chunk is the price of a prompt up to the chunk's end, with all tokens before the
+chunk cached. So the prices of a prompt's chunks add up to the price of the prompt, except that each
+chunk pays A.
 
 Coefficients are learned for each class of workers (one role, model and machine) from reports of
-their steps and pulls. Each fit keeps sums of products in which old observations fade. Its solution
-is the weighted least-squares one without negative coefficients. Errors are relative, since times
-span decades.
+their steps and pulls. Each fit has sums of products, in which the weight of old observations
+decays. It solves a weighted least-squares problem without negative coefficients. Errors are
+relative, because durations differ by orders of magnitude.
 
-An observation far from the expected one is cut, because an interrupted step says nothing about the
-next. After many in a row on the same side the workers have changed, and the fit starts anew.
+An observation far from its prediction is clipped, because one interrupted step says nothing about
+the next step. If many observations in a row are clipped on the same side, the workers have changed,
+and the fit starts anew.
 
-Each fit also keeps its recent prediction errors: check them before you rely on a prediction.
+Each fit also records its recent prediction errors. Check them before you rely on a prediction.
 
 Pure: no clock, no tensor. Sources: the shape of the formulas, DistServe (Zhong et al., OSDI 2024,
 appendix A) and AIConfigurator's tables; for the pull, NIXL's cost of a descriptor.
@@ -39,7 +41,7 @@ from engine.messages import StepReport
 
 @dataclass(frozen=True, slots=True)
 class PrefillCost:
-    """Seconds to compute a prompt: A + B·(n - p) + C·(n² - p²)."""
+    """The seconds in which a prompt is computed: A + B·(n - p) + C·(n² - p²)."""
 
     fixed_s: float
     token_s: float
@@ -56,20 +58,20 @@ class PrefillCost:
 
 @dataclass(frozen=True, slots=True)
 class PullCost:
-    """Seconds to pull blocks from another worker: t0 + t_block·k + bytes / rate."""
+    """The seconds in which blocks are pulled from another worker: t0 + t_block·k + bytes / rate."""
 
     fixed_s: float
     block_s: float
     bytes_per_s: float
 
     def seconds(self, num_blocks: int, num_bytes: int) -> float:
-        """Returns the seconds for `num_blocks` blocks of `num_bytes` in all."""
+        """Returns the seconds for `num_blocks` blocks with `num_bytes` bytes in total."""
         return self.fixed_s + self.block_s * num_blocks + num_bytes / self.bytes_per_s
 
 
 @dataclass(frozen=True, slots=True)
 class LoadCost:
-    """Seconds until a store has read blocks into its memory: t0 + t_block·k."""
+    """The seconds in which a store reads blocks into its memory: t0 + t_block·k."""
 
     fixed_s: float
     block_s: float
@@ -81,7 +83,7 @@ class LoadCost:
 
 @dataclass(frozen=True, slots=True)
 class WorkerCosts:
-    """The costs of a class of workers; unknown costs are None."""
+    """The costs of a class of workers. A cost that is not known yet is None."""
 
     prefill: PrefillCost | None = None
     decode: DecodeCost | None = None
@@ -101,22 +103,22 @@ class CostErrors:
 
 _MEMORY = 0.995  # factor by which each new observation reduces the weight of the old ones
 _ERROR_MEMORY = 0.95
-_LARGEST_ERROR = 0.5  # as a share of the prediction; observations are clipped to this error
+_LARGEST_ERROR = 0.5  # observations with a larger error, as a share of the prediction, are clipped
 _NUM_SURPRISES = 4  # consecutive clipped errors on one side after which the fit starts anew
 _NUM_YOUNG = 8  # number of first observations that are never clipped
-# After each of the first observations the fit is solved; later once in _SOLVE_EVERY.
+# The fit is solved after each of the first observations; later after every _SOLVE_EVERY of them.
 _NUM_EAGER = 16
 _SOLVE_EVERY = 8
-# Ridge term, relative to the average observation: keeps coefficients of collinear features finite.
+# Ridge term, relative to the average observation: it keeps collinear features' coefficients finite.
 _RIDGE = 1e-6
 
 
 class Fit:
-    """y ≈ weights · x with no negative weight."""
+    """A fit of y ≈ weights · x in which no weight is negative."""
 
     def __init__(self, num_features: int) -> None:
         self.error: float | None = None
-        self.num_forgotten = 0  # number of times that the fit started anew
+        self.num_forgotten = 0  # number of times that the fit has started anew
         self._products = [[0.0] * num_features for _ in range(num_features)]
         self._targets = [0.0] * num_features
         self._weights = (0.0,) * num_features
@@ -126,12 +128,12 @@ class Fit:
 
     @property
     def is_known(self) -> bool:
-        """True after the first observation."""
+        """True after the first observation of this fit."""
         return self._num_seen > 0
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """Returns the best weights for the observations; the most recent few may not be
+        """Returns the best weights for the observations. The last few observations may not be
         included.
         """
         if self._num_unsolved and (
@@ -146,7 +148,7 @@ class Fit:
         return sum([w * f for w, f in zip(self.weights, x, strict=True)])
 
     def observe(self, x: Sequence[float], y: float) -> None:
-        """Learns that these features gave `y`, if `y` is positive and finite."""
+        """Learns that these features gave `y`. Ignores `y` unless it is positive and finite."""
         if not (0 < y < math.inf):
             return
         expected = self.predict(x) if self.is_known else 0.0
@@ -157,7 +159,7 @@ class Fit:
         self._add(x, y)
 
     def _cut(self, y: float, expected: float) -> float:
-        """Clips an observation that is far from the prediction."""
+        """Returns the observation; clipped if it is far from the prediction."""
         low, high = expected * (1 - _LARGEST_ERROR), expected * (1 + _LARGEST_ERROR)
         side = (y > high) - (y < low)
         self._surprises = self._surprises + side if side and self._surprises * side >= 0 else side
@@ -192,17 +194,17 @@ def _mix(mean: float, value: float) -> float:
 
 
 class _Subsets(NamedTuple):
-    """All subsets of features of one size, one per row."""
+    """All subsets of features that have the same size, one subset per row."""
 
     chosen: np.ndarray  # [subsets, size]
-    rows: np.ndarray  # [subsets, size, 1], so that `m[rows, columns]` has each subset's part of m
+    rows: np.ndarray  # [subsets, size, 1]; `m[rows, columns]` is each subset's part of m
     columns: np.ndarray  # [subsets, 1, size]
     ridge: np.ndarray  # [size, size]
 
 
 @cache
 def _subsets_of(num_features: int) -> list[_Subsets]:
-    """Returns the subsets of each size, from one feature to all."""
+    """Returns the subsets of each size, from one feature up to all features."""
     found = []
     for size in range(1, num_features + 1):
         chosen = np.array(list(combinations(range(num_features), size)))
@@ -216,7 +218,7 @@ def _solve(products: np.ndarray, targets: np.ndarray) -> tuple[float, ...]:
     """Minimises wᵀ·products·w - 2·targets·w over w ≥ 0, by trying every choice of zeros.
 
     There are few features, so trying all choices is exact and fast. One NumPy call handles all
-    choices of a size, because a call takes longer than the arithmetic.
+    choices of the same size, because a call takes longer than the arithmetic.
     """
     num = len(targets)
     scale = np.sqrt(products.diagonal())
@@ -248,7 +250,7 @@ class _Fits:
 
 
 class OnlineCosts:
-    """The learned costs of all classes of workers."""
+    """The learned costs of each class of workers."""
 
     def __init__(self) -> None:
         self._fits: dict[Hashable, _Fits] = {}
@@ -256,8 +258,8 @@ class OnlineCosts:
     def observe_step(self, worker_class: Hashable, step: StepReport) -> None:
         """Learns from one step of a worker of this class.
 
-        If the step also decodes, the known cost of decoding is subtracted before prefill learns
-        from it. So the fixed part counts once.
+        If the step also decodes, the known cost of decoding is subtracted before the prefill cost
+        is learned. So the fixed part is counted once.
         """
         fits = self._of(worker_class)
         decode = (1.0, step.num_rows, step.num_context_tokens)
@@ -289,13 +291,13 @@ class OnlineCosts:
         return fits.costs
 
     def num_forgotten(self, kind: str, worker_class: Hashable) -> int:
-        """The number of times that the fit of "prefill", "decode" or "pull" started anew."""
+        """Returns how often the fit of "prefill", "decode" or "pull" has started anew."""
         fits = self._fits.get(worker_class)
         fit: Fit | None = None if fits is None else getattr(fits, kind)
         return 0 if fit is None else fit.num_forgotten
 
     def errors(self, worker_class: Hashable) -> CostErrors:
-        """Returns the prediction errors of a class."""
+        """Returns the recent prediction errors of a class."""
         fits = self._fits.get(worker_class)
         if fits is None:
             return CostErrors()

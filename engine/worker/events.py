@@ -1,9 +1,9 @@
-"""The events that go into a worker's core, and the effects that come out.
+"""The events that enter a worker's core, and the effects that the core returns.
 
-Events are messages of gateways and reports of the transfer
-endpoint. The worker host carries out effects: messages to gateways, and orders to the transfer
-endpoint, which has no access to a pool. Orders and reports may cross processes, as each rank of a
-worker has its own endpoint.
+Events are messages of gateways and reports of the transfer endpoint. The worker host carries out
+effects. Effects are messages to gateways, and orders to the transfer endpoint, which has no access
+to a pool. Orders and reports may cross processes, because each rank of a worker has an endpoint of
+its own.
 """
 
 from dataclasses import dataclass
@@ -52,8 +52,8 @@ OfGateway = (
 
 
 class FromGateway(msgspec.Struct, frozen=True):  # a struct, as `Emit` is
-    """A gateway's message. `guide` is the guide of its grammar, if the shell opened one, or the
-    error.
+    """A gateway's message. `guide` is the guide of its grammar, or the error of opening it; None if
+    the shell opened no guide.
     """
 
     gateway_id: GatewayId
@@ -63,24 +63,25 @@ class FromGateway(msgspec.Struct, frozen=True):  # a struct, as `Emit` is
 
 @dataclass(frozen=True, slots=True)
 class GatewayLost:
-    """A gateway's stream broke, so its sequences are cancelled."""
+    """The connection to a gateway is lost, so the gateway's sequences are cancelled."""
 
     gateway_id: GatewayId
 
 
 class LeaseEnded(msgspec.Struct, frozen=True, tag=True):
-    """A lease of this worker has ended: `reason` is released, revoked or expired."""
+    """A lease of this worker has ended. `reason` is "released", "revoked" or "expired"."""
 
     lease_id: LeaseId
     reason: str
 
 
 class PullDone(msgspec.Struct, frozen=True, tag=True):
-    """All blocks of a pull are here, and the source confirmed that the lease held throughout.
+    """All blocks of a pull have arrived, and the source has confirmed that the lease was never
+    broken.
 
     `transfer_s` is the time, in seconds, during which blocks were in transfer. `exposed_s` is the
-    part of it after the source had computed the last block, confirmation included: no computation
-    hid this part.
+    part of this time after the source had computed the last block, including the confirmation.
+    Computation did not hide this part.
     """
 
     seq_id: SeqId
@@ -90,9 +91,9 @@ class PullDone(msgspec.Struct, frozen=True, tag=True):
 
 
 class PullFailed(msgspec.Struct, frozen=True, tag=True):
-    """A pull failed; it writes to no block any more.
+    """A pull has failed. It writes to no block any more.
 
-    `arrived` has the indices, in the lease, of blocks that have arrived and were confirmed intact.
+    `arrived` are the indices, in the lease, of blocks that have arrived and were confirmed intact.
     """
 
     seq_id: SeqId
@@ -115,7 +116,7 @@ class Emit(msgspec.Struct, frozen=True):  # a struct, because one is created for
 
 @dataclass(frozen=True, slots=True)
 class EmitToAll:
-    """Send a message to every gateway. A gateway that connects later gets the new role in
+    """Send a message to every gateway. A gateway that connects later finds the new role in
     `Welcome`.
     """
 
@@ -123,41 +124,45 @@ class EmitToAll:
 
 
 class OpenLease(msgspec.Struct, frozen=True, tag=True):
-    """Let the holder of `lease_id` pull `num_blocks` blocks, each as soon as it is ready."""
+    """Allow the holder of `lease_id` to pull `num_blocks` blocks, each block once it is ready."""
 
     lease_id: LeaseId
     num_blocks: int
 
 
 class GrowLease(msgspec.Struct, frozen=True, tag=True):
-    """The next blocks of a lease are computed."""
+    """Announce that the next blocks of a lease are computed."""
 
     lease_id: LeaseId
     block_ids: tuple[BlockId, ...]
 
 
 class RevokeLease(msgspec.Struct, frozen=True, tag=True):
-    """End a lease now; `LeaseEnded` follows."""
+    """End a lease of this worker now; `LeaseEnded` follows."""
 
     lease_id: LeaseId
 
 
 class HoldLease(msgspec.Struct, frozen=True, tag=True):
-    """Keep another worker's lease alive while its sequence waits for memory."""
+    """Prevent a lease of another worker from expiring, while the sequence waits for memory."""
 
     seq_id: SeqId
     lease: LeaseRef
 
 
 class StartPull(msgspec.Struct, frozen=True, tag=True):
-    """Pull blocks of a held lease: pairs of (index in the lease, block here). May be empty."""
+    """Pull blocks of another worker's lease: pairs of (index in the lease, block here). May be
+    empty.
+    """
 
     seq_id: SeqId
     blocks: tuple[tuple[int, BlockId], ...]
 
 
 class AbortPull(msgspec.Struct, frozen=True, tag=True):
-    """Give up a held lease or a running pull. A pull that started ends with `PullFailed`."""
+    """Give up another worker's lease, or a running pull. A started pull then reports
+    `PullFailed`.
+    """
 
     seq_id: SeqId
 
@@ -167,13 +172,13 @@ Effect = Emit | EmitToAll | TransferOrder
 
 
 class Scheduled(msgspec.Struct):  # a struct, since one is created in each step
-    """The rows and effects that a scheduler wants in this step."""
+    """The rows and effects that a scheduler wants in the next step."""
 
     rows: list[Row] = []
-    num_tokens: int = 0  # tokens of these rows, drafted ones included
+    num_tokens: int = 0  # tokens of these rows, with drafted tokens
     effects: list[Effect] = []
-    held_until_s: float | None = None  # hold the step until this time or the next event
+    held_until_s: float | None = None  # delay the step until this time or the next event
     waits: bool = False  # plan nothing until the step in flight has ended
 
 
-NOTHING = Scheduled()  # what a scheduler without work returns; its lists stay empty
+NOTHING = Scheduled()  # the result of a scheduler without work; its lists stay empty

@@ -1,8 +1,8 @@
 """Checks a gateway's message and turns it into a sequence.
 
-Gateways check clients' requests and refuse bad ones with a status. Here the only question is if a
-step could run at all. A request that the runner cannot compute would crash the worker, and every
-other request with it. A message that fails the check is given back with the reason.
+Gateways check clients' requests and refuse bad requests with a status. This module only checks if a
+step can run with the message. A request that the runner cannot compute would crash the worker, and
+all other requests would fail with it. A message that fails the check is given back with the reason.
 """
 
 from collections.abc import Callable
@@ -16,14 +16,14 @@ from engine.messages import ComputePrompt, Decode, GatewayId, GivenBack, OfferPr
 from engine.worker.blocks import BlockHash, hash_blocks
 from engine.worker.sequence import Sequence
 
-MAX_ID = 2**31 - 1  # token ids are packed into 32 bits with a sign
+MAX_ID = 2**31 - 1  # token ids are stored as signed 32-bit numbers
 MAX_SEED = 2**64 - 1
 
 
 class PromptFacts(NamedTuple):
-    """Facts about a message's tokens: hashes of all full blocks, and the largest id.
+    """Facts about a message's tokens: the hashes of all full blocks, and the largest id.
 
-    If `token_ids` are given, the sequence uses them as its tokens.
+    If `token_ids` are set, they become the tokens of the sequence.
     """
 
     block_hashes: Items[BlockHash]
@@ -35,7 +35,7 @@ ReadPrompt = Callable[[ComputePrompt | Decode | OfferPrefix, int], PromptFacts]
 
 
 def read_prompt(message: ComputePrompt | Decode | OfferPrefix, block_size: int) -> PromptFacts:
-    """Reads the facts of a message's tokens."""
+    """Computes the facts of a message's tokens."""
     token_ids = message.token_ids
     return PromptFacts(hash_blocks(token_ids, block_size, message.salt), max(token_ids))
 
@@ -51,12 +51,12 @@ class Intake:
         context_len: int | None = None,
         read: ReadPrompt = read_prompt,
     ) -> None:
-        """None means that a bound is unknown, or that there are no grammars.
+        """A bound that is None is unknown. `guides` is None if there are no grammars.
 
         A caller that already has the facts of prompts passes its own `read`.
         """
         self.block_size = block_size
-        self.last_id = MAX_ID if vocab_size is None else vocab_size - 1  # that can be computed
+        self.last_id = MAX_ID if vocab_size is None else vocab_size - 1  # largest valid token id
         self.read = read
         self._guides = guides
         self._context_len = context_len
@@ -67,9 +67,9 @@ class Intake:
         message: ComputePrompt | Decode,
         opened: OpenedGuide | None = None,
     ) -> Sequence | GivenBack:
-        """Returns the sequence for a message, or the reason why it is refused.
+        """Returns the sequence for a message, or the reason why the message is refused.
 
-        `opened` is the guide of the message's grammar, if the shell has opened one.
+        `opened` is the guide of the message's grammar, if the shell has opened a guide.
         """
         facts = self.read(message, self.block_size)
         fault = self._fault(message, facts.largest_id)
@@ -95,7 +95,9 @@ class Intake:
         )
 
     def _guide_of(self, message: ComputePrompt | Decode, opened: OpenedGuide | None) -> Guide:
-        """Returns the sequence's guide; opens it unless it is open already. Raises GrammarError."""
+        """Returns the sequence's guide. Opens the guide unless it is open already. Raises
+        GrammarError.
+        """
         if isinstance(opened, GrammarError):
             raise opened
         if opened is not None:
@@ -109,7 +111,7 @@ class Intake:
         )
 
     def _fault(self, message: ComputePrompt | Decode, largest_id: int) -> str | None:
-        """Returns why the message cannot be computed, or None."""
+        """Returns the reason why the message cannot be computed, or None."""
         limits, sampling, length = message.limits, message.sampling, len(message.token_ids)
         biased, biases = zip(*sampling.logit_bias, strict=True) if sampling.logit_bias else ((), ())
         ids = (largest_id, *limits.stop_token_ids, *biased)
@@ -127,7 +129,7 @@ class Intake:
             return "that many log-probabilities are not available"
         penalties = (sampling.presence_penalty, sampling.frequency_penalty)
         numbers = (sampling.temperature, sampling.top_p, sampling.min_p, *penalties, *biases)
-        is_sound = (  # the arithmetic of sampling is defined for these parameters
+        is_sound = (  # sampling is defined only for these values
             all(map(isfinite, numbers))
             and 0 < sampling.repetition_penalty < inf
             and sampling.temperature >= 0

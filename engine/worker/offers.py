@@ -1,23 +1,23 @@
-"""The open leases on a worker's blocks, and offers of blocks that it has computed already.
+"""The open leases on a worker's blocks, and offers of blocks that the worker has already computed.
 
-Blocks stay leased until their lease ends, whatever becomes of the sequence that computed them.
+Blocks stay leased until their lease ends, even if the sequence that computed them ends earlier.
 
-A gateway may place a prompt on another worker, although this one has cached more of its beginning.
-It then asks this worker to offer its blocks (`OfferPrefix`), and the other worker pulls them.
-Every worker offers, in every role: a decode worker holds conversations with their answers, and
-these are the beginning of the next prompt.
+A gateway may place a prompt on another worker, although this worker has cached more of the prompt's
+beginning. Then the gateway requests an offer of these blocks from this worker (`OfferPrefix`), and
+the other worker pulls them. Workers of every role make offers: a decode worker has conversations
+with their answers, and a conversation is the beginning of the next prompt.
 
-The full blocks of a running sequence that will move are offered too, while it runs on. Once it is
-told to stop (`HandOver`), the blocks of all its tokens but the last are leased in the same way. The
-sequence itself is then gone from this worker.
+The full blocks of a running sequence that will move are offered too, while the sequence continues.
+When the gateway stops the sequence (`HandOver`), the blocks of all its tokens except the last are
+leased in the same way. The sequence is then no longer on this worker.
 
-An offer is complete when it opens, since its blocks are computed already. It ends like any lease:
-by release, by the gateway's `Cancel` or loss, or if its sink is silent. An offer takes cached
-blocks out of the free list, but never blocks from a sequence. A sequence that holds blocks of a
+An offer is complete when it opens, because its blocks are computed already. It ends like any lease:
+by release, by the gateway's `Cancel` or loss, or if its sink is silent. An offer removes cached
+blocks from the free list, but takes no block from a sequence. A sequence that holds blocks of a
 prefix may not wait for memory (see `prefill.scheduler`). So offers cannot make workers wait for
 each other.
 
-Nothing is computed here. This module knows no clock, tensor or socket.
+Nothing is computed here. This module uses no clock, tensor or socket.
 
 Sources: pulling a prefix from any node that holds it, Qin et al., Mooncake, FAST 2025.
 """
@@ -46,24 +46,24 @@ from engine.worker.sequence import Sequence as OpenSequence
 
 @dataclass(frozen=True, slots=True)
 class OpenedLease:
-    """A lease that has not ended, and the gateway that wanted it."""
+    """A lease that has not ended, and the gateway that requested it."""
 
     gateway_id: GatewayId
     block_ids: tuple[BlockId, ...]
-    evict_first: bool = False  # mark the blocks evict-first once the lease has ended
+    evict_first: bool = False  # mark the blocks evict-first after the lease has ended
 
 
 class LeaseTable:
-    """Leases by id. Holds their blocks in the pool."""
+    """The open leases, by id. Each lease holds its blocks in the pool."""
 
     def __init__(self, pool: BlockPool, address: TransferAddress) -> None:
-        """`address` is where sinks pull from."""
+        """`address` is the address from which sinks pull."""
         self._pool = pool
         self._address = address
         self.opened: dict[LeaseId, OpenedLease] = {}
 
     def of(self, gateway_id: GatewayId) -> list[LeaseId]:
-        """Returns the leases that a gateway wanted."""
+        """Returns the leases that a gateway requested."""
         return [i for i, lease in self.opened.items() if lease.gateway_id == gateway_id]
 
     def open(
@@ -77,7 +77,7 @@ class LeaseTable:
     ) -> tuple[LeaseRef, list[Effect]]:
         """Opens a lease on blocks, of which the first `num_ready` are computed.
 
-        With `evict_first`, the sink keeps the blocks, so they are evicted first here.
+        With `evict_first`, the sink keeps the blocks, so this worker evicts them first.
         """
         assert lease_id not in self.opened
         lease = OpenedLease(gateway_id, tuple(block_ids), evict_first)
@@ -89,7 +89,7 @@ class LeaseTable:
         return LeaseRef(lease_id, self._address, len(block_ids)), effects
 
     def close(self, lease_id: LeaseId) -> bool:
-        """Releases the blocks of a lease that ended. Returns False if the lease is not in this
+        """Releases the blocks of a lease that has ended. Returns False if the lease is not in this
         table.
         """
         lease = self.opened.pop(lease_id, None)
@@ -101,14 +101,16 @@ class LeaseTable:
 
 
 def prefix_lease_id(seq_id: SeqId) -> LeaseId:
-    """Returns the id of the lease on a prefix. The lease of a hand-over has the sequence's own
-    id.
+    """Returns the id of the lease on a prefix. (The lease of a hand-over has the sequence's own
+    id.)
     """
     return LeaseId(f"{seq_id}.prefix")
 
 
 def moved_lease_id(seq_id: SeqId) -> LeaseId:
-    """Returns the id of the lease on a moved sequence; `seq_id` is its id at the other worker."""
+    """Returns the id of the lease on a moved sequence. `seq_id` is the sequence's id on the other
+    worker.
+    """
     return LeaseId(f"{seq_id}.moved")
 
 
@@ -130,8 +132,8 @@ class PrefixOffers:
 
     @property
     def counters(self) -> Mapping[str, int]:
-        """Returns counts of offered prefixes, of offers without any block, and of sequences
-        handed over.
+        """Returns the numbers of offered prefixes, of offers without any block, and of sequences
+        that were handed over.
         """
         return self._counters
 
@@ -141,17 +143,17 @@ class PrefixOffers:
         return [RevokeLease(lease_id) for lease_id in lease_ids if lease_id in self.leases.opened]
 
     def remove_gateway(self, gateway_id: GatewayId) -> list[Effect]:
-        """Revokes all offers that a gateway wanted."""
+        """Revokes all offers that a gateway requested."""
         return [RevokeLease(lease_id) for lease_id in self.leases.of(gateway_id)]
 
     def validate(self) -> None:
-        """Asserts the invariants."""
+        """Asserts every invariant of the offers."""
         for lease in self.leases.opened.values():
             assert lease.block_ids
             assert len(set(lease.block_ids)) == len(lease.block_ids)
 
     def offer(self, gateway_id: GatewayId, message: OfferPrefix) -> list[Effect]:
-        """Leases the cached blocks of a prompt's beginning."""
+        """Leases the cached blocks at the beginning of a prompt."""
         lease_id = prefix_lease_id(message.seq_id)
         if lease_id in self.leases.opened:
             return []  # a repeated request gets no second answer
@@ -173,7 +175,7 @@ class PrefixOffers:
         return [*effects, Emit(gateway_id, PrefixOffered(message.seq_id, lease))]
 
     def offer_blocks(self, gateway_id: GatewayId, message: OfferBlocks) -> list[Effect]:
-        """Leases blocks by their hashes, whatever their place in a prompt."""
+        """Leases blocks, found by their hashes, whatever their position in a prompt."""
         lease_id = prefix_lease_id(message.seq_id)
         if lease_id in self.leases.opened:
             return []  # a repeated request gets no second answer
@@ -188,12 +190,12 @@ class PrefixOffers:
         return [*effects, Emit(gateway_id, BlocksOffered(message.seq_id, lease, held))]
 
     def hand_over(self, seq: OpenSequence, as_seq_id: SeqId) -> list[Effect]:
-        """Moves the blocks of a sequence that stopped running to a lease.
+        """Transfers the blocks of a sequence that has stopped to a lease.
 
-        The sequence continues at another worker, under another id.
+        The sequence continues on another worker, under another id.
         """
         lease_id = moved_lease_id(as_seq_id)
-        # A gateway used the same id twice, which is a fault of the gateway.
+        # The gateway has used the same id twice, which is an error of the gateway.
         if lease_id in self.leases.opened:
             seq.release(self._pool)
             return [Emit(seq.gateway_id, HandedOver(seq.seq_id, None))]

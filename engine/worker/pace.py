@@ -1,22 +1,23 @@
 """Limits the prompt tokens of a step, so that they do not delay the step's decoding sequences.
 
-A worker of one pool may take work of the other pool (fluid pools). Prompts that it computes beside
-decoding sequences are cut into chunks, so that no step takes longer than
+A worker of one pool may do work of the other pool (fluid pools). If it computes prompts together
+with decoding sequences, the prompts are cut into chunks. A step must not take longer than
 
     the least TPOT bound of these sequences, and
     `stretch` times the step without prompts, if some of them have no bound.
 
-A step of b sequences with kv tokens of context, and chunks of prompts from p to n, is predicted as
+The predicted duration of a step is, for b sequences with kv tokens of context, and chunks of
+prompts from p to n:
 
     max(A, D) + B·Σ(n - p) + C·Σ(n² - p²) + E·b + F·kv
 
-with the costs of `engine.worker.costs`, learned from this worker. Its fixed parts are mostly the
-reading of weights, which both kinds of rows share.
+with the costs of `engine.worker.costs`, learned from this worker. The fixed parts A and D are
+mostly the time in which weights are read, which is needed only once for both kinds of rows.
 
-A prompt always makes some progress, even where the sequences alone exceed their bound.
+A prompt always makes some progress, even if the sequences alone exceed their bound.
 
-This does not apply to mixed workers: `chunk_tokens` alone bounds their chunks. Without decoding
-sequences there is no limit either.
+Mixed workers do not use these limits: only `chunk_tokens` limits their chunks. A step without
+decoding sequences has no limit either.
 
 Pure. Source: chunks that fit a bound on the time between tokens, Sarathi-Serve, OSDI 2024.
 """
@@ -28,30 +29,32 @@ from engine.messages import StepReport
 from engine.worker.batch import Row
 from engine.worker.costs import OnlineCosts, PrefillCost
 
-FIRST_TOKENS = 16  # prompt tokens in a step before any step was timed
-LEAST_TOKENS = 4  # in a step that has room for nothing
-# Target, as a share of the limit: the rest is for hand-overs and for predictions that are too
-# short.
+FIRST_TOKENS = 16  # prompt tokens of a step before any step was measured
+LEAST_TOKENS = 4  # minimum chunk, in tokens, when the step has no time left
+# Target, as a share of the limit. The rest is a reserve for hand-overs, and for predictions that
+# are too short.
 KEPT = 0.9
-EAGER = 32  # the first steps of each kind are all learned from; later one in `EVERY`
+EAGER = 32  # all of the first steps of each kind are learned; later one step in `EVERY`
 EVERY = 8
 _CLASS = "this worker"
 
 
 class StepPace:
-    """Predicts this worker's steps. Owned by the thread that steps."""
+    """Predicts the durations of this worker's steps. Owned by the thread that runs steps."""
 
     def __init__(self, stretch: float) -> None:
         self.stretch = stretch
         self._costs = OnlineCosts()
-        self._num_seen = {False: 0, True: 0}  # steps, by `decodes_only`
+        self._num_seen = {False: 0, True: 0}  # number of steps, by `decodes_only`
         self._rows: Sequence[Row] = ()  # decode rows of the step that is being planned
-        # Time left for prompts in that step; None: not computed yet.
+        # Seconds that are left for prompts in this step; None: not computed yet.
         self._left_s: float | None = None
         self._has_prompt = False
 
     def start(self, rows: Sequence[Row]) -> None:
-        """Starts to plan a step with these decode rows. Without rows there is no limit."""
+        """Begins the plan of a step with these decode rows. Without decode rows there is no
+        limit.
+        """
         self._rows, self._left_s, self._has_prompt = rows, None, False
 
     def most_tokens(self, start: int) -> int | None:
@@ -71,7 +74,7 @@ class StepPace:
         return max(_tokens_in(self._left_s, cost, start), least)
 
     def add(self, start: int, num_tokens: int) -> None:
-        """Subtracts the time of a chunk that was added to the step."""
+        """Subtracts the predicted time of a chunk that was added to the step."""
         self._has_prompt = True
         cost = self._costs.costs(_CLASS).prefill
         if self._left_s is not None and cost is not None:
@@ -91,18 +94,18 @@ class StepPace:
         return KEPT * limit_s - plain_s - max(cost.fixed_s - decode.fixed_s, 0.0)
 
     def wants(self, *, decodes_only: bool) -> bool:
-        """True if the step of this kind that has just ended should be learned from."""
+        """True if the duration of the step that has just ended should be learned."""
         self._num_seen[decodes_only] += 1
         number = self._num_seen[decodes_only]
         return number <= EAGER or number % EVERY == 0
 
     def learn(self, step: StepReport) -> None:
-        """Learns the time of a step."""
+        """Learns from the duration of a step."""
         self._costs.observe_step(_CLASS, step)
 
 
 def _tokens_in(left_s: float, cost: PrefillCost, start: int) -> int:
-    """Returns the most tokens n behind `start` with B·n + C·((start + n)² - start²) <= `left_s`."""
+    """Returns the largest n, in tokens, such that B·n + C·((start + n)² - start²) <= `left_s`."""
     if left_s <= 0:
         return 0
     linear_s, square_s = cost.token_s + 2 * cost.square_s * start, cost.square_s

@@ -4,14 +4,15 @@
     pp    pipeline parallel: stages hold consecutive layers
     ep    experts: 1, or tp. Then the ranks of a stage hold whole experts, not slices of all
 
-Rank 0 plans the steps, chooses tokens and talks to the router. So it is in the last stage, where
-the logits are:
+Rank 0 plans the steps, chooses tokens and communicates with the router. So it is in the last stage,
+which computes the logits:
 
     rank    0 … tp - 1       tp … 2 tp - 1    …    (pp - 1) tp … pp tp - 1
     stage   pp - 1           pp - 2                0
 
-All ranks hold the same block ids. A rank's blocks hold the layers of its stage, and of these its
-share of the KV heads. With fewer KV heads than ranks, neighbours hold the same head.
+All ranks use the same block ids. A rank's blocks contain the layers of its stage, and of each layer
+this rank's share of the KV heads. With fewer KV heads than ranks, neighbouring ranks have the same
+head.
 """
 
 import re
@@ -47,24 +48,24 @@ class RankPlace(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """Returns how the worker is split. The order of sums, and so their last bits, depend on
-        the split.
+        """Returns a text that describes how the worker is split. The order of sums, and so their
+        last bits, depend on the split.
         """
         return f"tp{self.tp} pp{self.pp} ep{self.ep}"
 
     @property
     def slice(self) -> int:
-        """Returns the index of this rank's slice among the `tp` slices."""
+        """Returns the number of this rank's slice among the `tp` slices."""
         return self.rank % self.tp
 
     @property
     def stage(self) -> int:
-        """Returns the index of this rank's stage among the `pp` stages."""
+        """Returns the number of this rank's stage among the `pp` stages."""
         return self.pp - 1 - self.rank // self.tp
 
     @property
     def is_first_stage(self) -> bool:
-        """True if this rank turns tokens into hidden states."""
+        """True if this rank computes hidden states from tokens."""
         return self.stage == 0
 
     @property
@@ -78,8 +79,8 @@ class RankPlace(msgspec.Struct, frozen=True):
         return range(first, first + self.tp)
 
     def layers(self, num_layers: int) -> range:
-        """Returns the layers of this rank's stage. If layers cannot be shared evenly, the last
-        stages have fewer.
+        """Returns the layers of this rank's stage. If the layers cannot be divided evenly, the last
+        stages have fewer layers.
         """
         if num_layers < self.pp:
             raise ConfigError(f"{num_layers} layers cannot be split into {self.pp} stages")
@@ -88,24 +89,24 @@ class RankPlace(msgspec.Struct, frozen=True):
         return range(first, first + each + (self.stage < more))
 
     def share(self, total: int) -> range:
-        """Returns this rank's slice of `total` rows; the last slices may be shorter, or empty."""
+        """Returns this rank's slice of `total` rows. The last slices may be shorter, or empty."""
         each = -(-total // self.tp)
         first = min(self.slice * each, total)
         return range(first, min(first + each, total))
 
     def kv_heads(self, total: int) -> range:
-        """Returns this rank's share of `total` KV heads: an equal share, or one head that other
-        ranks hold too.
+        """Returns this rank's share of `total` KV heads: an equal share, or one head that several
+        ranks have.
 
-        Raises ConfigError if the heads can be shared in neither way.
+        Raises ConfigError if the heads cannot be divided in either way.
         """
         if total % self.tp and self.tp % total:
             raise ConfigError(f"{total} KV heads cannot be shared by {self.tp} ranks")
         return Shard(self.slice, self.tp).heads_of(KVSection(1, total, 1))
 
     def shard(self, whole: KVLayout, *, shares_heads: bool) -> Shard:
-        """Returns the share of each block that this rank holds. Without `shares_heads` all ranks of
-        a stage hold all heads.
+        """Returns the share of each block that this rank has. Without `shares_heads`, all ranks of
+        a stage have all heads.
         """
         layers: tuple[LayerRange, ...] = ()
         if self.pp > 1:
@@ -115,10 +116,10 @@ class RankPlace(msgspec.Struct, frozen=True):
 
 
 def shards_of(place: RankPlace, whole: KVLayout, own: KVLayout) -> tuple[Shard, ...]:
-    """Returns the share of each block that each rank holds, from the layout of all ranks together
-    and that of the rank at `place`.
+    """Returns each rank's share of each block. Computes it from the layout of all ranks together
+    and the layout of the rank at `place`.
 
-    Raises ConfigError if models of one worker share their heads in different ways.
+    Raises ConfigError if the models of one worker divide their heads in different ways.
     """
     for shares_heads in (True, False):
         if whole.of_rank(place.shard(whole, shares_heads=shares_heads)) == own:
@@ -128,8 +129,8 @@ def shards_of(place: RankPlace, whole: KVLayout, own: KVLayout) -> tuple[Shard, 
 
 
 def split_of(kernels: str) -> str:
-    """Returns the split that is part of a worker's `kernels` text; empty if the worker has one
-    rank.
+    """Returns the text in a worker's `kernels` that describes its split; an empty text if the
+    worker has one rank.
     """
     found = _SPLIT.search(kernels)
     return "" if found is None else found[0]

@@ -1,4 +1,4 @@
-"""One request's progress inside one worker."""
+"""The progress of one request in one worker."""
 
 from array import array
 from collections.abc import Collection
@@ -22,27 +22,27 @@ from engine.worker.blocks import (
 
 @dataclass(slots=True)
 class Sequence:
-    """Tokens, and the blocks that hold the KV of the first `num_computed_tokens` of them.
+    """The tokens of a request, and the blocks with KV of the first `num_computed_tokens` tokens.
 
     Always `num_cached_tokens <= num_computed_tokens <= len(token_ids)`, and the block table covers
-    at least the computed tokens. Cached tokens were not computed by this sequence: their
-    KV was found here or pulled.
+    at least the computed tokens. Cached tokens were not computed by this sequence: this worker
+    already had their KV, or pulled it.
 
-    `block_hashes` has the hashes of all full blocks of the tokens; they are computed here unless
-    given.
+    `block_hashes` are the hashes of all full blocks of the tokens. They are computed here unless
+    the caller passes them.
 
-    The draft model's KV exists for the first `num_draft_tokens` computed tokens; without a draft
-    model, this number equals that of all computed tokens. Other sequences can use a full block only
-    if it has the KV of both models.
+    The draft model's KV exists for the first `num_draft_tokens` computed tokens. Without a draft
+    model, `num_draft_tokens` equals the number of computed tokens. Other sequences can use a full
+    block only if it has the KV of both models.
 
-    `in_flight` has the sequence's rows in unfinished steps, oldest first; the last row may be
+    `in_flight` are the sequence's rows in unfinished steps, oldest first. The last row may be
     pending.
 
-    With `evict_first`, another worker keeps the cached blocks, so they are evicted before others
-    here. `likely_reused` blocks are evicted later than others.
+    With `evict_first`, another worker keeps the cached blocks, so this worker evicts them before
+    others. `likely_reused` blocks are evicted later than others.
 
-    `history` is a packed copy of the tokens for penalties. `guide` tracks the answer in its
-    grammar.
+    `history` is a packed copy of the tokens for penalties. `guide` is the state of the grammar
+    after the answer so far.
     """
 
     seq_id: SeqId
@@ -57,8 +57,8 @@ class Sequence:
     num_computed_tokens: int = 0
     num_draft_tokens: int = 0
     num_cached_tokens: int = 0
-    num_hashed_blocks: int = 0  # number of blocks whose hash the pool knows
-    num_prompt_blocks: int = 0  # blocks of the tokens that the message brought
+    num_hashed_blocks: int = 0  # number of blocks whose hashes the pool knows
+    num_prompt_blocks: int = 0  # number of blocks for the tokens of the gateway's message
     evict_first: bool = False
     likely_reused: bool = False
     history: "array[int] | None" = None
@@ -79,27 +79,27 @@ class Sequence:
 
     @property
     def fault(self) -> str | None:
-        """Returns why the grammar cannot be followed any further, or None. If there is a reason,
-        the last chosen token is void.
+        """Returns the reason why the grammar cannot be followed any further, or None. If there is a
+        reason, the last chosen token is not valid.
         """
         if self.guide is None or self.guide.fault is None:
             return None
         return f"grammar: {self.guide.fault}"
 
     def banned(self, num_pending: int = 0) -> tuple[int, ...]:
-        """Returns the ids that may not come next, because they would end the sequence before its
-        least length. Pending tokens count as present.
+        """Returns the ids that must not come next, because they would end the sequence before its
+        minimum length. Pending tokens are counted.
         """
         if len(self.token_ids) + num_pending + 1 > self.limits.min_len:
             return ()
         return self.limits.stop_token_ids
 
     def max_drafted(self) -> int:
-        """Returns the most tokens that a step may draft and still choose the same tokens as single
+        """Returns how many tokens a step may draft and still choose the same tokens as single
         steps.
 
-        The answer must not exceed its greatest length, and the same ids must be banned for the
-        first and the last token of the step.
+        The answer must not exceed its maximum length, and the same ids must be banned for the first
+        and the last token of the step.
         """
         length = len(self.token_ids)
         end = self.limits.max_len
@@ -109,7 +109,7 @@ class Sequence:
 
     def extend(self, tokens: Tokens[int]) -> tuple[list[int], FinishReason | None]:
         """Adds chosen tokens, up to the token that completes the sequence. Returns the added tokens
-        and the finish reason.
+        and the finish reason, or None.
         """
         limits, guide, length = self.limits, self.guide, len(self.token_ids)
         if guide is None and not limits.stop_token_ids:
@@ -133,10 +133,10 @@ class Sequence:
     def advance(
         self, num_tokens: int, pool: BlockPool, *, num_draft_tokens: int | None = None
     ) -> None:
-        """Counts tokens as computed and tells the pool which blocks are now full.
+        """Counts tokens as computed, and reports newly full blocks to the pool.
 
-        The draft model's KV exists for all of them too, or only for the sequence's first
-        `num_draft_tokens`.
+        The draft model's KV exists for all computed tokens, or only for the sequence's first
+        `num_draft_tokens` tokens.
         """
         num_computed = self.num_computed_tokens + num_tokens
         assert num_computed <= len(self.token_ids)
@@ -149,7 +149,9 @@ class Sequence:
             self._report_hashes(num_full, pool)
 
     def _report_hashes(self, num_full: int, pool: BlockPool) -> None:
-        """Tells the pool the hashes of the newly full blocks: of the prompt, then of the answer."""
+        """Reports the hashes of newly full blocks to the pool: of the prompt, then of the
+        answer.
+        """
         size, hashes, first = self.block_size, self.block_hashes, self.num_hashed_blocks
         num_known = min(num_full, len(hashes))
         if num_full > num_known:
@@ -170,14 +172,14 @@ class Sequence:
         self.num_hashed_blocks = num_full
 
     def trim(self, pool: BlockPool) -> None:
-        """Frees blocks that only rejected drafts used."""
+        """Frees the blocks that only rejected drafts used."""
         num_blocks = -(-len(self.token_ids) // self.block_size)
         if len(self.block_table) > num_blocks:
             pool.release(OWNED, self.block_table[num_blocks:], ORDINARY)
             del self.block_table[num_blocks:]
 
     def adopt_cached(self, blocks: list[BlockId], pool: BlockPool) -> None:
-        """Starts from a prefix hit: owns `blocks` and counts their tokens as computed."""
+        """Starts from a prefix hit: acquires `blocks` and counts their tokens as computed."""
         assert not self.block_table
         pool.hold(OWNED, blocks)
         self.block_table.extend(blocks)
@@ -186,10 +188,10 @@ class Sequence:
         self.num_hashed_blocks = len(blocks)
 
     def keep_pulled(self, arrived: Collection[int], pool: BlockPool) -> None:
-        """Continues from pulled blocks, which are given by their places in the block table.
+        """Continues from pulled blocks. They are given by their indices in the block table.
 
-        Only full blocks that directly follow the computed tokens count. Partial blocks and blocks
-        behind a gap cannot be found by a hash.
+        Only full blocks that directly follow the computed tokens are kept. Partial blocks, and
+        blocks after a gap, cannot be found by a hash.
         """
         first = self.num_computed_tokens // self.block_size
         num_full = min(len(self.token_ids) // self.block_size, len(self.block_table))
@@ -199,7 +201,7 @@ class Sequence:
             self.num_cached_tokens = self.num_computed_tokens
 
     def release(self, pool: BlockPool) -> None:
-        """Gives up every block; no token counts as computed any more."""
+        """Releases all blocks. No token counts as computed afterwards."""
         mark = LIKELY_REUSED if self.likely_reused else ORDINARY
         pool.release(OWNED, self.block_table, EVICT_FIRST if self.evict_first else mark)
         self.block_table = []

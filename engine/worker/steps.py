@@ -1,23 +1,23 @@
-"""What a worker measures of its steps: their work, samples for gateways, and whether one hangs.
+"""Measures the steps of a worker: their work, samples for gateways, and steps that hang.
 
 **Work.** Floating-point operations and bytes read, divided by time and by the machine's peaks, give
-model flops utilisation (MFU) and the use of memory bandwidth. Only work that users benefit from
-counts: the target model's, without refused drafted tokens and without the draft model.
+model flops utilisation (MFU) and the use of memory bandwidth. Only work that users benefit from is
+counted: the target model's work, without rejected drafted tokens and without the draft model.
 
     flops       2 · weights · tokens  +  4 · attention · (pairs of a token and one in its context)
     bytes       weights once a step   +  K and V of all contexts
 
-The head's weights count for rows that choose a token.
+The head's weights are counted for rows that choose a token.
 
-**Samples.** Gateways learn costs from reports of steps: plain decode steps and prompt chunks, timed
-by the runner. Steps with drafts, and prompts whose log-probabilities are requested, are not
-reported, since their number of tokens does not determine their cost.
+**Samples.** Gateways learn costs from reports of steps: decode steps without drafts, and prompt
+chunks, measured by the runner. Steps with drafts, and prompts whose log-probabilities are
+requested, are not reported, because their number of tokens does not determine their cost.
 
 **Watch.** The step loop iterates at least once a second, so a longer iteration is a long step.
-Another thread watches the loop. Only this watch notices a step that hangs: the worker's other
-threads go on, and its sessions stay open. The first steps of each kind may compile code, so they
-get more time and are reported as early ones. Time in which the whole process was stopped does not
-count.
+Another thread watches the loop. Only this watch detects a step that hangs, because the worker's
+other threads continue and its sessions stay open. The first steps of each kind may compile code, so
+they may take longer, and are reported as early steps. Time in which the whole process was stopped
+is not counted.
 
 Sources: Williams et al., "Roofline", CACM 2009; Chowdhery et al., PaLM, 2022, appendix B (MFU).
 """
@@ -33,14 +33,14 @@ from engine.net.silence import Silence
 from engine.worker.batch import BatchPlan, Row
 from engine.worker.pace import StepPace
 
-MAX_STEPS_OF_A_KIND = 8  # samples in one report, for each of two kinds of steps
-LONG_STEP_S = 2.0  # longer steps are reported
-NUM_FIRST_STEPS = 32  # for each kind
+MAX_STEPS_OF_A_KIND = 8  # samples per report and kind of steps; there are two kinds
+LONG_STEP_S = 2.0  # steps that run longer are reported
+NUM_FIRST_STEPS = 32  # number of early steps of each kind
 FIRST_STEPS_FACTOR = 2.0
 
 
 class ModelSizes(msgspec.Struct, frozen=True):
-    """The sizes of a model on which the work of a step depends."""
+    """The sizes of a model that determine the work of a step."""
 
     layer_weights: float  # weights used for each token; of experts, only the chosen ones
     head_weights: float
@@ -53,13 +53,13 @@ class StepEffort:
     """Sums of work and time over all steps of a worker. Owned by the step thread."""
 
     def __init__(self, sizes: ModelSizes | None) -> None:
-        """Without `sizes` only time and prompt tokens are counted."""
+        """Without `sizes`, only time and prompt tokens are counted."""
         self._sizes = sizes
         self._flops = self._read_bytes = self._busy_s = 0.0
         self._num_prompt_tokens = 0
 
     def record(self, rows: Sequence[Row], seconds: float) -> None:
-        """Adds a step that has run."""
+        """Adds the work and time of a step that has run."""
         self._busy_s += seconds
         tokens = pairs = contexts = chosen = 0
         for row in rows:
@@ -77,7 +77,7 @@ class StepEffort:
             self._read_bytes += sizes.weights_bytes + sizes.kv_token_bytes * contexts
 
     def counters(self) -> dict[str, float]:
-        """Returns the sums since the start, for load reports."""
+        """Returns the sums since the worker's start, for load reports."""
         found = {"busy_seconds": self._busy_s, "computed_prompt_tokens": self._num_prompt_tokens}
         if self._sizes is not None:
             found |= {"flops": self._flops, "read_bytes": self._read_bytes}
@@ -85,7 +85,7 @@ class StepEffort:
 
 
 class _Sample(msgspec.Struct):
-    """Steps of one kind since the last report, spread evenly over them."""
+    """A sample of the steps of one kind since the last report, spread evenly over these steps."""
 
     steps: list[StepReport] = []
     stride: int = 1
@@ -93,17 +93,17 @@ class _Sample(msgspec.Struct):
 
 
 class StepSamples:
-    """Samples of the steps that only decode, and of all other steps, since the last report."""
+    """Samples, since the last report, of the steps that only decode and of all other steps."""
 
     def __init__(self, pace: StepPace | None) -> None:
-        """`pace` learns the times of some steps."""
+        """`pace` learns the durations of some steps."""
         self._pace = pace
-        self._samples = {True: _Sample(), False: _Sample()}  # by: the step only decodes
+        self._samples = {True: _Sample(), False: _Sample()}  # by the flag: the step only decodes
 
     def record(self, decoding: Sequence[Row], chunks: Sequence[Row], seconds: float) -> None:
-        """Keeps a step for the report, or learns its time, if the step belongs to the sample.
+        """Adds a due step to the sample for reports, and to the steps from which `pace` learns.
 
-        Most steps do not, and cost only this check.
+        Most steps are due for neither, and cost only this check.
         """
         sample, pace = self._samples[not chunks], self._pace
         sample.num_passed += 1
@@ -129,7 +129,9 @@ class StepSamples:
 
 
 def _report_of(decoding: Sequence[Row], chunks: Sequence[Row], seconds: float) -> StepReport | None:
-    """Returns a step's report; None if the report's numbers do not determine the step's time."""
+    """Returns the report of a step; None if the report's numbers do not determine the step's
+    duration.
+    """
     num_context = num_new = squares = 0
     for row in decoding:
         if row.draft or row.num_to_draft or row.draft_token_ids:
@@ -145,25 +147,27 @@ def _report_of(decoding: Sequence[Row], chunks: Sequence[Row], seconds: float) -
 
 
 class StepWatch:
-    """The step thread calls `tick` and `start`, another thread calls `check`."""
+    """Detects long steps. The step thread calls `tick` and `start`, another thread calls
+    `check`.
+    """
 
     def __init__(self, timeout_s: float | None, now_s: float) -> None:
-        """A step longer than `timeout_s` counts as stuck. None: no step does."""
+        """A step longer than `timeout_s` counts as stuck. With None, no step counts as stuck."""
         self._timeout_s = timeout_s
         self._silence = Silence(now_s)
         self._num_ticks = 0
         self._num_ticks_seen = 0
-        # Steps started, by the kinds of their rows.
+        # Number of steps that were started, by the kinds of their rows.
         self._num_steps: Counter[frozenset[str]] = Counter()
         self._is_early = True
 
     def tick(self) -> None:
-        """Records an iteration of the step loop."""
+        """Records that the step loop has started an iteration."""
         self._num_ticks += 1
 
     def start(self, plan: BatchPlan) -> None:
-        """Records that a step starts in this iteration."""
-        kinds = set()  # rows of a kind usually run the same code
+        """Records that a step has started in this iteration."""
+        kinds = set()  # rows of one kind usually run the same code
         for row in plan.rows:
             has_draft = row.draft or row.num_to_draft
             kinds.add("verify" if has_draft else "chunk" if len(row.token_ids) > 1 else "decode")
@@ -172,11 +176,11 @@ class StepWatch:
         self._num_steps[kind] += 1
 
     def check(self, now_s: float) -> StillStepping | None:
-        """Returns the time of the present step if it is long, or else None.
+        """Returns the seconds for which the present step has run, if it is long; None otherwise.
 
-        To be called about once a second. Raises StepStuck.
+        Must be called about once a second. Raises StepStuck.
         """
-        is_early = self._is_early  # read before the ticks: a step may start meanwhile
+        is_early = self._is_early  # read before the ticks, because a step may start meanwhile
         if self._num_ticks != self._num_ticks_seen:
             self._silence.broken()
             self._num_ticks_seen = self._num_ticks
