@@ -1,7 +1,7 @@
 """Runs a command while other processes keep every core busy: `python -m tests.busy make test`.
 
-A test that passes on a quiet machine only, because it waits for time and not for an event, fails
-here. The busy processes have the same priority as the command and end with it.
+A test that waits for time instead of an event passes only on a quiet machine, and fails here. The
+busy processes have the same priority as the command and end with it.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ SPIN = "while True: pass"
 
 @contextlib.contextmanager
 def busy_cores(num: int) -> Iterator[None]:
-    """Keeps `num` cores busy."""
+    """Keeps `num` cores busy until the block ends."""
     spinning = [subprocess.Popen([sys.executable, "-c", SPIN]) for _ in range(num)]
     try:
         yield
@@ -27,7 +27,7 @@ def busy_cores(num: int) -> Iterator[None]:
 
 
 def main(command: Sequence[str]) -> int:
-    """Returns the exit status of the command."""
+    """Runs the command and returns its exit status."""
     with busy_cores(len(os.sched_getaffinity(0))):
         return subprocess.run(command, check=False).returncode
 

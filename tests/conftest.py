@@ -1,4 +1,4 @@
-"""For all tests: what needs a library or a device that is absent is skipped, and says so."""
+"""Hooks for all tests. A test that needs an absent library or device is skipped with a reason."""
 
 import asyncio
 import gc
@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-NEEDS = {"torch": ("torch", "transformers"), "ray": ("ray",)}  # by mark
+# importable modules that each mark needs
+NEEDS = {"torch": ("torch", "transformers"), "ray": ("ray",)}
 
-# No deadlines, and examples may be drawn slowly: machines that test also do other things. A change
-# is judged by the same few examples every time: tests that plant mistakes find each among them. New
-# examples are searched for by `make fuzz`.
+# No deadlines, and slow examples are allowed, because test machines also do other work. Every run
+# uses the same few examples; tests that plant mistakes find each mistake with these examples. `make
+# fuzz` searches with new examples.
 BUSY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("baton", BUSY, derandomize=True, max_examples=40)
 settings.register_profile("search", BUSY, max_examples=500)
@@ -21,7 +22,7 @@ settings.load_profile("baton")
 
 
 def _absent(mark: str) -> str | None:
-    """Returns why tests with this mark cannot run here, or None."""
+    """Returns the reason why tests with this mark cannot run on this machine, or None."""
     absent = [name for name in NEEDS.get(mark, ()) if importlib.util.find_spec(name) is None]
     if absent:
         return f"{' and '.join(absent)} not installed"
@@ -32,15 +33,15 @@ def _absent(mark: str) -> str | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection() -> None:
-    """Imports without looking for garbage: nearly all that they make stays."""
+    """Collects tests without the garbage collector, because nearly all imported objects stay."""
     gc.disable()
 
 
 def pytest_collection_finish() -> None:
-    """Lets no later search for garbage look at what was imported."""
+    """Exempts all imported objects from later garbage collection."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000)  # tests make much that is dropped at once
+    gc.set_threshold(50_000)  # tests create many short-lived objects
     gc.enable()
 
 
@@ -54,7 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Runs a test that is a coroutine, and checks that it leaves no task behind."""
+    """Runs a coroutine test, and checks that the test leaves no task running."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     names = pyfuncitem._fixtureinfo.argnames

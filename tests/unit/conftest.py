@@ -1,4 +1,4 @@
-"""Unit tests cannot use sockets, sleep or Ray, and heavy libraries are absent."""
+"""Unit tests cannot use sockets, sleep or Ray, and cannot import heavy libraries."""
 
 import socket
 import subprocess
@@ -13,11 +13,11 @@ HEAVY = ("torch", "transformers", "ray")
 
 
 class Forbidden(Exception):
-    """A unit test did what only an end-to-end test may do."""
+    """A unit test used something that only end-to-end tests may use."""
 
 
 class HeavyImports(MetaPathFinder):
-    """Hides heavy libraries, as if only the core were installed."""
+    """Hides heavy libraries, like an installation of the core alone."""
 
     def find_spec(self, fullname, path=None, target=None):
         if fullname.partition(".")[0] in HEAVY:
@@ -29,7 +29,7 @@ _real_time = SimpleNamespace(**vars(time))
 
 
 def _adopt_socket(self, family=-1, type=-1, proto=-1, fileno=None):
-    """Allows only existing descriptors: asyncio's loops wake through a socket pair."""
+    """Allows only existing descriptors, because asyncio's loops need a socket pair for wake-ups."""
     if fileno is None:
         raise Forbidden("a unit test opens a socket")
     _open_socket(self, family, type, proto, fileno)
@@ -47,7 +47,8 @@ def _init_ray(*args, **kwargs):
 def _nothing_forbidden(monkeypatch):
     monkeypatch.setattr(socket.socket, "__init__", _adopt_socket)
     monkeypatch.setattr(time, "sleep", _sleep)
-    monkeypatch.setattr(subprocess, "time", _real_time)  # it waits for its child in this way
+    # subprocess uses sleep to wait for its child
+    monkeypatch.setattr(subprocess, "time", _real_time)
     monkeypatch.setattr(sys, "meta_path", [HeavyImports(), *sys.meta_path])
-    if "ray" in sys.modules:  # a test of another folder imported it
+    if "ray" in sys.modules:  # a test of another folder has imported Ray
         monkeypatch.setattr(sys.modules["ray"], "init", _init_ray)

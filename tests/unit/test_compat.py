@@ -1,4 +1,4 @@
-"""The table of compatibility equals the tests, and no test of another server is named twice."""
+"""The compatibility table equals the tests, and no test of another server is named twice."""
 
 from collections import Counter
 

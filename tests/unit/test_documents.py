@@ -34,7 +34,7 @@ def baton() -> TyperGroup:
 
 @pytest.mark.parametrize("command", ours("baton"), ids=str)
 def test_baton_commands_parse(command):
-    """Checks that the subcommand exists and takes these options, but not their values."""
+    """Checks that the subcommand exists and has these options; values are not checked."""
     found = baton()
     words = list(command.words[1:])
     context = found.context_class(found)

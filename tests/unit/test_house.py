@@ -1,4 +1,4 @@
-"""The tree stays one that people can live in: small folders, unique names, short documents."""
+"""The tree stays easy to work in: small folders, unique names, short documents."""
 
 import re
 import statistics
@@ -8,7 +8,7 @@ import pytest
 from tests.kits.tree import house
 
 FILES = house.texts()
-MOST_FILES = 15  # in a folder
+MOST_FILES = 15  # files in a folder
 README_LINES = 150
 LONGEST_SENTENCE = 30  # words
 MEDIAN_SENTENCE = 17  # words
@@ -58,7 +58,7 @@ def test_no_public_name_has_a_replaced_word():
         word.replace(" ", "_")
         for row in house.rows_of(FILES["docs/glossary.md"], "Replaced words")
         for word in row[0].split(", ")
-        if not word.endswith(")")  # another sense of the word stays
+        if not word.endswith(")")  # a qualified entry replaces only one sense of the word
     ]
     assert len(words) > 5
     assert house.names_with(words, FILES) == []
@@ -68,7 +68,7 @@ def test_no_public_name_has_a_replaced_word():
 
 
 def test_nouns_are_said_again():
-    """A comment behind code is no fragment, and a number has a name."""
+    """A comment after code is no fragment, and a variable number has a name."""
     riddle = re.compile(r"\S +# of\b|\b(?:so many|so much|what of|whoever)\b", re.IGNORECASE)
     prose = {
         path: text

@@ -1,4 +1,4 @@
-"""docs/users/metrics.md explains every metric, and every count of a worker has a text."""
+"""docs/users/metrics.md explains every metric, and every worker counter has a help text."""
 
 import json
 import re
@@ -28,7 +28,8 @@ def test_the_page_has_the_tables_of_the_code():
 
 
 def counted_in(*folders: str) -> set[str]:
-    """The names of counts in the code of these folders, without the stores' in `kvtransfer`."""
+    """Returns the names of counters in the code of these folders, without the stores' in
+    `kvtransfer`."""
     counted = set()
     for folder in folders:
         for path in (ROOT / folder).rglob("*.py"):
@@ -56,7 +57,7 @@ def test_every_count_of_a_store_has_a_text():
 
 
 def test_names_follow_prometheus_conventions():
-    """What `promtool check metrics` asks for, without it: its own run is in tests/e2e."""
+    """Checks the rules of `promtool check metrics`; promtool itself runs in tests/e2e."""
     for family in text_string_to_metric_families(metric_table.full_page()):
         assert family.documentation, family.name
         assert re.fullmatch(r"(baton|process|http)_[a-z0-9_]+|vllm:[a-z0-9_]+", family.name)
@@ -66,7 +67,7 @@ def test_names_follow_prometheus_conventions():
 
 
 def shipped_expressions() -> list[tuple[str, str]]:
-    """The expressions of rules and dashboards, each with its file."""
+    """Returns the expressions of shipped rules and dashboards, each with its file."""
     found = []
     for path in sorted((OBSERVABILITY / "rules").glob("*s.yml")):
         found += [(path.name, one or more) for one, more in EXPRESSION.findall(path.read_text())]

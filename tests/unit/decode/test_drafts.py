@@ -1,4 +1,4 @@
-"""Running sequences whose steps verify drafted tokens."""
+"""Running sequences whose steps verify draft tokens."""
 
 from array import array
 
@@ -31,7 +31,7 @@ from tests.kits.worker_core import (
     tokens,
 )
 
-REPEATING = (1, 2, 3, 4, 5, 1, 2)  # and the first token is 3
+REPEATING = (1, 2, 3, 4, 5, 1, 2)  # the prompt; the first output token is 3
 
 
 def rig(proposer=Proposer.DRAFT, num_tokens=3, **sizes) -> Rig:
@@ -44,7 +44,7 @@ def row_of(r: Rig, name: str):
     return row
 
 
-# ---------------------------------------------------------------- the choice of drafts
+# ---------------------------------------------------------------- the proposer of drafts
 
 
 def test_correct_tokens_of_the_draft_model_are_taken():
@@ -86,7 +86,7 @@ def test_results_of_drafts_are_learned_and_forgotten_with_the_sequence():
     assert speculator.forgotten == ["a"]
 
 
-# ---------------------------------------------------------------- how much
+# ---------------------------------------------------------------- lengths of drafts
 
 
 @pytest.mark.parametrize(("more", "drafted"), [(2, 0), (3, 1), (4, 2), (5, 3), (9, 3)])
@@ -115,14 +115,14 @@ def test_drafts_take_half_of_the_budget_that_plain_rows_leave(budget, drafted):
     assert [row.max_drafted for row in r.rows] == drafted
 
 
-# ---------------------------------------------------------------- memory
+# ---------------------------------------------------------------- memory for drafts
 
 
 def test_blocks_for_rejected_tokens_come_back_at_once():
     r = rig(num_tokens=6)
     r.arrive("a", 6)
     plan, _ = r.core.plan(0.0)
-    assert len(plan.rows[0].block_table) == 4  # for 6 + 1 + 6 tokens
+    assert len(plan.rows[0].block_table) == 4  # blocks for 6 + 1 + 6 tokens
     assert r.pool.counts().owned == 4
     r.core.finish(result(plan, (7,)), 0.0)
     assert r.pool.counts().owned == 2
@@ -147,7 +147,7 @@ def test_a_draft_is_as_long_as_memory_allows_and_preempts_no_sequence():
     r.arrive("b", range(20, 26))
     effects = r.step()
     assert given_back("b", "preempted") not in effects
-    # They have 8 and 7 tokens, and two blocks each.
+    # a and b have 8 and 7 tokens, and two blocks each.
     assert [row.max_drafted for row in r.rows] == [0, 1]
 
 
@@ -156,12 +156,12 @@ def test_a_draft_takes_nothing_that_others_will_need_soon():
     r.arrive("a", 6)
     r.arrive("b", range(20, 26))
     r.step()
-    # They have 8 and 7 tokens, and two blocks each. Of the other 4, 2 each are for growth.
+    # a and b have 8 and 7 tokens, and two blocks each. Of the other 4 blocks, each may use 2.
     assert [row.max_drafted for row in r.rows] == [8, 8]
     r = rig(num_blocks=7, num_tokens=8, growth=4, budget=64)
     r.arrive("a", 6)
     r.arrive("b", range(20, 26))
-    r.decode.memory.growth_tokens = 8  # now there are only 3 blocks for the 4 that they may need
+    r.decode.memory.growth_tokens = 8  # so only 3 blocks remain for drafts that could use 4
     r.step()
     assert [row.max_drafted for row in r.rows] == [4, 5]
 
@@ -183,7 +183,7 @@ def test_a_sequence_is_admitted_before_there_are_blocks_for_drafts():
     )
 
 
-# ---------------------------------------------------------------- ends
+# ---------------------------------------------------------------- ends of sequences
 
 
 def test_an_answer_ends_at_a_stop_that_was_drafted():
@@ -237,7 +237,7 @@ def test_the_draft_model_catches_up_when_a_block_is_full():
     for chosen in range(1, 9):
         r.step(chosen)
         seen.append(list(row_of(r, "a").draft_token_ids))
-    # Positions 6 to 13: the token at 7 completes a block, and the one at 11 does.
+    # Steps at positions 6 to 13: the tokens at 7 and at 11 complete a block.
     assert seen == [[], [SAMPLED, 1], [], [], [], [2, 3, 4, 5], [], []]
 
 
@@ -248,7 +248,7 @@ def test_a_block_is_found_when_both_models_have_computed_it():
     for chosen in range(1, 6):
         r.step(chosen)
     r.play((Blocks(), blocks(free=5, owned=3)), (cancel("a"), []))
-    r.play((Blocks(), blocks(free=7, cached=1)))  # the prompt's
+    r.play((Blocks(), blocks(free=7, cached=1)))  # the cached block is the prompt's
 
 
 def test_without_a_draft_model_every_full_block_is_found():
@@ -266,7 +266,7 @@ def test_drafts_of_ngrams_leave_the_draft_model_behind_until_a_block_is_full():
     for chosen in ((4, 5, 1), (2,), (3,), (9,)):
         r.step(chosen)
         seen.append(list(row_of(r, "a").draft_token_ids))
-    # The rows' own tokens are at positions 7, 10, 11 and 12.
+    # The tokens of the rows themselves are at positions 7, 10, 11 and 12.
     assert seen == [[3], [], [4, 5, 1, 2], []]
 
 

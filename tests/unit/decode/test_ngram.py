@@ -1,4 +1,4 @@
-"""Proposals from the tokens that followed the same tokens before."""
+"""Drafts copied from the tokens that followed the same n-gram earlier."""
 
 import random
 
@@ -17,7 +17,7 @@ def find(token_ids) -> Match | None:
 
 
 def slow_find(token_ids) -> Match | None:
-    """The reference: looks at every place."""
+    """Reference implementation that compares every position."""
     end = len(token_ids)
     for size in (*LONGER, *SIZES):
         last = token_ids[-size:]
@@ -53,10 +53,10 @@ def test_what_follows_a_match_is_what_a_slow_copy_would_write(token_ids, num_tok
     [
         ([7], None),
         ([7, 7], None),
-        ([0, 0, 0], Match(2, 2)),  # token 0 is not taken for no token
+        ([0, 0, 0], Match(2, 2)),  # token id 0 is a real token, not a missing one
         ([5, 6, 7, 5, 6], Match(2, 2)),
-        ([1, 5, 6, 2, 5, 6, 3, 5, 6], Match(6, 2)),  # the most recent
-        ([1, 5, 6, 2, 5, 6, 1, 5, 6], Match(3, 3)),  # a longer one before a more recent
+        ([1, 5, 6, 2, 5, 6, 3, 5, 6], Match(6, 2)),  # the most recent match is used
+        ([1, 5, 6, 2, 5, 6, 1, 5, 6], Match(3, 3)),  # a longer match precedes a more recent one
         ([9, 1, 5, 6, 2, 9, 1, 5, 6], Match(4, 4)),
         ([*range(8), 50, *range(8)], Match(8, 8)),
         ([*range(20), 50, *range(20)], Match(20, 16)),

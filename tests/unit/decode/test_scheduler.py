@@ -1,4 +1,4 @@
-"""Sequences that arrive by pulling their KV, and run token by token."""
+"""Sequences arrive by a pull of their KV, and then decode token by token."""
 
 import pytest
 from hypothesis import given, settings
@@ -37,7 +37,7 @@ def rig(**sizes) -> Rig:
     return Rig(Role.DECODE, **sizes)
 
 
-# ---------------------------------------------------------------- arrival
+# ---------------------------------------------------------------- arrivals
 
 
 def test_a_lease_is_held_before_there_is_memory_and_pulled_when_there_is():
@@ -204,7 +204,7 @@ def test_a_sequence_that_waits_alone_for_leased_memory_is_given_back():
     r.now_s += STUCK_S / 2
     r.play((Step(), []), (cancel("a"), [abort("a")]), (Step(), []))
     r.now_s += STUCK_S / 2
-    r.play((Step(), []))  # `b` is at the head for half of the time only
+    r.play((Step(), []))  # `b` has been at the head of the queue for half of STUCK_S
     assert r.decode.arrivals.stuck_until_s == r.now_s + STUCK_S / 2
     r.now_s += STUCK_S / 2
     r.play((Step(), [abort("b"), given_back("b", "no memory came free")]), (Step(), []))
@@ -372,7 +372,7 @@ def test_blocks_of_a_failed_pull_are_not_found_by_others():
         ((), 0, [0, 1, 2]),
         ((0,), 1, [1, 2]),
         ((1, 0), 2, [2]),
-        ((0, 2), 1, [1, 2]),  # behind a gap
+        ((0, 2), 1, [1, 2]),  # block 2 follows a gap, so it is not kept
         ((1, 2), 0, [0, 1, 2]),
         ((0, 1, 2), 2, [2]),  # the last block is not full, so it has no hash
     ],
@@ -482,7 +482,7 @@ def test_a_budget_smaller_than_the_batch_serves_the_oldest():
 
 
 def crowded() -> Rig:
-    """Two sequences that fill the pool and both need another block in the second step."""
+    """Two sequences that fill the pool. In the second step each needs another block."""
     r = rig(num_blocks=4)
     for name, prompt in (("old", range(7)), ("young", range(20, 27))):
         r.take(decode(name, prompt))
@@ -533,7 +533,7 @@ def test_preempting_goes_on_until_a_block_comes_free():
     r.take(first("old"))
     r.step()
     r.play(
-        (Blocks(), blocks(free=1, owned=4)),  # "young" and "youngest" share their blocks
+        (Blocks(), blocks(free=1, owned=4)),  # "young" and "youngest" share blocks
         (first("young"), []),
         (first("youngest"), []),
         (
@@ -549,12 +549,12 @@ def test_preempting_goes_on_until_a_block_comes_free():
     )
 
 
-# ---------------------------------------------------------------- steps held for moved sequences
+# ------------------------------------------------------------ steps delayed for moved sequences
 
 
 @pytest.fixture
 def held() -> Rig:
-    """A running sequence, and a moved one that is being pulled."""
+    """A running sequence, and a moved sequence whose KV is being pulled."""
     r = rig()
     r.arrive("a", 3)
     r.step()
@@ -606,11 +606,11 @@ def test_a_later_arrival_holds_a_step_of_its_own(held):
 
 def test_no_step_is_held_soon_after_a_held_step(held):
     held.take(pull_done("b"))
-    held.step()  # which was held
+    held.step()  # this step was delayed
     held.take(decode("c", range(40, 43), is_moved=True))
     held.now_s += REST_S / 2
     held.play((Step(), [pull("c", (0, 4)), Ran("a", 5, 6), Ran("b", 6, 7), token("a"), token("b")]))
-    held.now_s += REST_S  # neither then: it was passed over once
+    held.now_s += REST_S  # not delayed either, because the sequence was already passed over once
     held.play((Step(), [Ran("a", 6, 7), Ran("b", 7, 8), token("a"), token("b")]))
     assert held.decode.counters["held_steps"] == 1
 
@@ -624,7 +624,7 @@ def test_a_hold_that_delays_no_sequence_is_not_counted():
         assert r.core.held_until_s is not None
         r.take(pull_done(name))
         r.step()
-    assert r.decode.counters["held_steps"] == 1  # that for b, of a's
+    assert r.decode.counters["held_steps"] == 1  # the delay of a's step for b
 
 
 @pytest.mark.parametrize("event", [pull_failed("b"), cancel("b"), lost("g2")])
@@ -643,17 +643,17 @@ def test_prompts_wait_for_a_held_step_too():
     r.take(decode("b", range(20, 25), is_moved=True))
     r.take(prefill("c", 3))
     r.play((Step(), [pull("b", (0, 0), (1, 1))]), (pull_done("b"), [kv_ready("b", 2)]))
-    assert r.core.held_until_s == HOLD_S  # until its first token is here too
+    assert r.core.held_until_s == HOLD_S  # until b's first token has arrived too
     r.play((first("b"), []))
     r.step()
     assert [row.seq_id for row in r.rows] == ["b", "c"]
 
 
-# ---------------------------------------------------------------- copies
+# ---------------------------------------------------------------- copies of moving sequences
 
 
 def hold_copy(r: Rig, name: str, prompt, **fields) -> None:
-    """Submits a copy and pulls its KV."""
+    """Submits a copy of a sequence and pulls its KV."""
     r.take(copy(name, prompt, **fields))
     r.step()
     r.take(pull_done(name))
@@ -731,14 +731,14 @@ def test_copies_of_a_lost_gateway_are_released():
     r.play((lost("g1"), []), (Blocks(), blocks(free=6, cached=2)))
 
 
-@settings(max_examples=20)  # a unit test has 50 ms
+@settings(max_examples=20)  # a unit test may take 50 ms
 @given(
     st.lists(st.tuples(st.sampled_from(["decode", "copy", "step", "cancel"]), st.integers(1, 9)))
 )
 def test_no_sequence_waits_or_is_preempted_while_a_copy_is_held(events):
     r = rig(num_blocks=6, max_running=9)
-    alive: dict[str, bool] = {}  # by sequence id: True for a complete copy
-    waiting: set[str] = set()  # sequences, without copies, that wait for memory
+    alive: dict[str, bool] = {}  # by sequence id; True for a complete copy
+    waiting: set[str] = set()  # sequences that wait for memory, without copies
 
     def step() -> None:
         effects = r.step()

@@ -1,7 +1,7 @@
-"""The number of drafted tokens, on machines with known step costs and drafts of known quality.
+"""The number of draft tokens, on machines with known step costs and drafts of known quality.
 
-The scheduler and its speculator are real. The runner knows the answers, and the time of each step
-on the simulated machine, disturbances included.
+The scheduler and its speculator are real. The runner knows the answers and the duration of each
+step on the simulated machine, including disturbances.
 """
 
 import random
@@ -29,12 +29,12 @@ VOCAB_SIZE = 1000
 PROMPT_LEN = 64
 MAX_DRAFT_TOKENS = 8
 MEAN_NOISE = 1 + 0.003 * 3
-PIECE = 256  # tokens of a text that are drawn at once
+PIECE = 256  # tokens of a text that are generated at once
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The step costs of a machine, in milliseconds."""
+    """The step costs of a simulated machine, in milliseconds."""
 
     step: float = 1.0
     row: float = 0.02
@@ -42,8 +42,8 @@ class Machine:
     drafted: float = 0.03
     draft_pass: float = 0.1
     draft_token: float = 0.003
-    read: float = 0.01  # for a thousand tokens
-    look: float = 0.0  # the host's time for each row whose draft is to be chosen
+    read: float = 0.01  # ms per thousand tokens of context
+    look: float = 0.0  # ms on the host for each row whose draft is chosen
 
     def target_ms(self, num_rows: int, num_drafted: int, read: float) -> float:
         fixed = self.step + (self.verifying if num_drafted else 0)
@@ -55,7 +55,7 @@ class Machine:
 
 @dataclass(slots=True)
 class Texts:
-    """The tokens of each sequence. `period` makes them repeat; None is noise."""
+    """The tokens of each sequence. With `period` the text repeats; None is random text."""
 
     period: int | None = None
     vocab_size: int = VOCAB_SIZE
@@ -73,15 +73,15 @@ class Texts:
 
 
 class KnownRunner:
-    """A runner whose draft model is right about the share `acceptance` of its tokens."""
+    """A runner whose draft model proposes the right token with the probability `acceptance`."""
 
     def __init__(self, machine: Machine, texts: Texts, acceptance: float, seed: int) -> None:
         self.machine = machine
         self.texts = texts
         self.acceptance = acceptance
         self.spent_ms = 0.0
-        self.plain_ms = 0.0  # time that these tokens would have taken in steps of one token
-        self.lengths: Counter[int] = Counter()  # draft lengths
+        self.plain_ms = 0.0  # ms that these tokens would have taken in steps of one token
+        self.lengths: Counter[int] = Counter()  # number of drafts by length
         self._rng = random.Random(seed)
 
     def run(self, plan: BatchPlan) -> BatchResult:
@@ -115,13 +115,13 @@ class KnownRunner:
         return RowResult(tuple(true[: num_accepted + 1]), len(draft))
 
     def _disturb(self, milliseconds: float) -> float:
-        """Varies the time of a step a little; now and then another process has the machine."""
+        """Varies the duration of a step slightly; sometimes another process delays the step."""
         noise = self._rng.gauss(1.0, 0.03)
         return milliseconds * noise * (4.0 if self._rng.random() < 0.003 else 1.0)
 
 
 class Bench:
-    """Sequences without end on one machine."""
+    """Endless sequences on one machine."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class Bench:
         self._adopt_all()
 
     def replace_all(self) -> None:
-        """Other sequences take the place of all."""
+        """Replaces all sequences by new sequences."""
         for i in range(self._num_adopted - self.batch, self._num_adopted):
             self.core.handle(FromGateway(GatewayId("g"), Cancel(SeqId(f"s{i}"))))
         self._adopt_all()
@@ -186,7 +186,7 @@ class Bench:
         return self._choose(candidates, num_others=num_others, others_tokens=others_tokens)
 
     def gain(self, num_steps: int) -> float:
-        """Returns the speed-up of these steps over steps without drafts."""
+        """Runs steps, and returns their speed-up over steps without drafts."""
         runner = self.runner
         num_before = self.decode.counters["step_tokens"]
         spent_ms, plain_ms = runner.spent_ms, runner.plain_ms
@@ -200,7 +200,7 @@ class Bench:
             self.core.finish(result, self._now_s)
         self.core.validate()
         num_tokens = self.decode.counters["step_tokens"] - num_before
-        self.context_len += num_tokens / self.batch  # at the end
+        self.context_len += num_tokens / self.batch  # context length after the steps
         return (runner.plain_ms - plain_ms) / (runner.spent_ms - spent_ms)
 
 
@@ -217,14 +217,14 @@ def best_gain(machine: Machine, acceptance: float, batch: int, context_len: floa
 
 
 LAPTOP = Machine()
-FULL = Machine(step=1.0, row=0.3, drafted=0.3, draft_token=0.03)  # no token is cheap
-GRAPHED = Machine(verifying=2.0)  # plain steps have a fast path of their own
+FULL = Machine(step=1.0, row=0.3, drafted=0.3, draft_token=0.03)  # every token costs much
+GRAPHED = Machine(verifying=2.0)  # steps without drafts have a faster path
 DEAR_DRAFT = Machine(draft_pass=0.6)
 DEAR_LOOK = Machine(step=0.4, row=0.05, drafted=0.002, look=0.03)
-SMALL = Machine(step=0.4, row=0.09, drafted=0.09, look=0.008)  # as the bundled model on two cores
+SMALL = Machine(step=0.4, row=0.09, drafted=0.09, look=0.008)  # like the bundled model on two cores
 
 
-# ---------------------------------------------------------------- never a loss
+# ---------------------------------------------------------------- no loss of speed
 
 
 @pytest.mark.parametrize("batch", [1, 16])
@@ -246,7 +246,7 @@ def test_a_fair_draft_costs_nothing_in_a_full_batch():
 @pytest.mark.parametrize("mode", [Speculate.NGRAM, Speculate.AUTO])
 @pytest.mark.parametrize("batch", [1, 16])
 def test_random_matches_cost_less_than_three_percent(mode, batch):
-    noise = Texts(vocab_size=12)  # a vocabulary so small that runs of two tokens always match
+    noise = Texts(vocab_size=12)  # with so small a vocabulary, n-grams of two tokens always match
     bench = Bench(mode, LAPTOP, batch=batch, acceptance=0.02, texts=noise)
     assert bench.gain(1000) >= 0.97
 
@@ -263,7 +263,7 @@ def test_drafts_that_do_not_earn_the_time_of_their_looks_are_given_up(batch):
 
 
 def _check_loss(mode: Speculate, machine: Machine, batch: int) -> None:
-    """Compares with a worker that never drafts, as the same disturbances meet both."""
+    """Compares with a worker that never drafts, under the same disturbances."""
     modes = (mode, Speculate.OFF)
     gains = []
     for each in modes:
@@ -281,7 +281,7 @@ def test_an_unused_draft_model_costs_less_than_three_percent(mode):
     assert bench.decode.counters["drafted:draft"] == 0
 
 
-# ---------------------------------------------------------------- gains
+# ---------------------------------------------------------------- gains in speed
 
 
 @pytest.mark.parametrize("batch", [1, 8])
@@ -292,7 +292,7 @@ def test_a_good_draft_is_nearly_as_fast_as_the_best_constant_length(acceptance, 
     context_len = bench.context_len
     gain = bench.gain(500)
     context_len = (context_len + bench.context_len) / 2
-    # Which tokens are accepted is chance: over all steps it comes to a few percent.
+    # Acceptance is random: over all steps this changes the gain by a few percent.
     assert gain >= 0.92 * best_gain(LAPTOP, acceptance, batch, context_len)
 
 
@@ -323,7 +323,7 @@ def test_each_sequence_has_the_length_that_suits_it():
     assert drafted["s1"] < drafted["s0"] / 10
 
 
-# ---------------------------------------------------------------- changes
+# ---------------------------------------------------------------- changes of conditions
 
 
 def test_a_draft_that_becomes_poor_is_given_up():
@@ -356,7 +356,7 @@ def test_trials_become_rare():
     for _ in range(4):
         bench.gain(1000)
         counts.append(1000 - bench.runner.lengths[0])
-    assert counts[-1] <= 5  # steps of one trial
+    assert counts[-1] <= 5  # number of steps of one trial
 
 
 def test_steps_rest_from_looks_in_vain_and_new_batches_do_not_pay_for_them_again():
@@ -409,7 +409,7 @@ def test_drafts_that_lose_are_given_up_even_if_every_estimate_promises_a_gain():
     assert bench.gain(1000) >= 0.98
 
 
-# ---------------------------------------------------------------- rules
+# ---------------------------------------------------------------- rules of the speculator
 
 
 def speculator(mode=Speculate.AUTO, *, has_draft_model=True) -> Speculator:

@@ -1,4 +1,4 @@
-"""One tree from file, environment and flags; errors name the faulty setting."""
+"""One configuration from file, environment and flags. Errors name the wrong setting."""
 
 import re
 from hashlib import sha256
@@ -209,7 +209,7 @@ def test_flags_may_have_the_type_of_the_setting():
     assert (config.worker.kv_dtype, config.gateway.port) == (KVFormat.BF16, 0)
 
 
-# ---------------------------------------------------------------- what is wrong is named
+# ---------------------------------------------------------------- names of wrong settings
 
 
 @pytest.mark.parametrize("name", ["worker.kv_mb", "wrker.kv_mib", "worker.threads.count"])

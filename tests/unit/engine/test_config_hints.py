@@ -1,4 +1,4 @@
-"""Errors of the configuration name similar keys and values."""
+"""Configuration errors suggest similar keys and values."""
 
 import pytest
 

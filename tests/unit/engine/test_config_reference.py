@@ -1,4 +1,4 @@
-"""The reference has every key, with its type, default and meaning, and its page is current."""
+"""The reference has every key with its type, default and meaning; its page is up to date."""
 
 import pytest
 

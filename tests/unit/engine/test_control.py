@@ -1,4 +1,4 @@
-"""Messages between controller and gateways survive the way; nothing else is believed."""
+"""Messages between controller and gateways are decoded unchanged; others are refused."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Models of embeddings are recognised by their files, and other kinds of them are refused."""
+"""Embedding models are recognised by their files; unsupported kinds are refused."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The type of an error is its fault, the fields are its facts, and one tree shows all errors."""
+"""An error's type is its fault, its fields are its facts, and one tree contains all errors."""
 
 import builtins
 import re
@@ -33,7 +33,7 @@ NO_ERRORS = {
 
 
 def exceptions_of_the_source() -> dict[str, str]:
-    """Each public exception class and its parent: Baton's own where it has two."""
+    """Returns each public exception class and its parent; of two parents, Baton's own."""
     classes = [(each.name, each.bases) for each in house.classes_of_the_tree()]
     ours: set[str] = set()
     while found := {
@@ -50,7 +50,7 @@ def exceptions_of_the_source() -> dict[str, str]:
 
 
 def printed_tree() -> dict[str, str]:
-    """Each class in the tree that `engine.errors` prints, and its parent there."""
+    """Returns each class in the tree that `engine.errors` prints, with its parent there."""
     parents: dict[str, str] = {}
     path = ["BatonError"]
     for indent, name in re.findall(r"^([│ ]*)[├└]── (\w+)  ", engine.errors.__doc__, re.MULTILINE):

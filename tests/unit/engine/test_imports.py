@@ -1,4 +1,4 @@
-"""The imports of modules: the core loads no torch, transformers or Ray; only gateways load gRPC."""
+"""Which modules import what: the core no torch, transformers or Ray; only gateways import gRPC."""
 
 import subprocess
 import sys
@@ -36,7 +36,7 @@ for name in sys.argv[1:]:
 
 
 def module_names() -> list[str]:
-    """Every module of the core. `make test-core` collects the unit tests without torch and Ray."""
+    """Returns every module of the core. `make test-core` runs unit tests without torch and Ray."""
     paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
     return [
         ".".join(path.relative_to(ROOT).with_suffix("").parts)
@@ -58,7 +58,7 @@ def test_workers_and_stores_load_no_grpc():
 
 
 def imported(program: str, *names: str) -> str:
-    """Runs a program that imports modules in a fresh process. Returns what it prints."""
+    """Runs a program that imports modules in a new process. Returns its output."""
     command = [sys.executable, "-c", program, *names]
     result = subprocess.run(
         command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60

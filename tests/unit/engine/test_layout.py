@@ -1,4 +1,4 @@
-"""The bytes of a block: sizes, offsets, padding, and the fields that two workers must share."""
+"""The bytes of a block: sizes, offsets, padding, and the fields that two workers must agree on."""
 
 from itertools import product
 
@@ -28,7 +28,7 @@ LAYOUTS = [
 
 
 def section_bytes(layout, section):
-    """Bytes of a section in a block: K and V, of all layers and heads."""
+    """Returns the bytes of a section in a block: K and V of all layers and heads."""
     shape = layout.sections[section]
     return 2 * shape.num_layers * shape.num_kv_heads * layout.head_bytes(section)
 
@@ -54,7 +54,7 @@ def test_every_format_has_a_size():
 @pytest.mark.parametrize(
     ("kv_format", "token_bytes", "scales_offset_bytes", "head_bytes"),
     [
-        # 5 tokens of 24 elements: 480, 240, 120, 120 and 60 bytes; 5 scales: 20 bytes
+        # 5 tokens of 24 elements take 480, 240, 120, 120 and 60 bytes; 5 scales take 20 bytes.
         (KVFormat.FP32, 96, 512, 512),
         (KVFormat.BF16, 48, 256, 256),
         (KVFormat.FP8_E4M3, 24, 128, 192),

@@ -1,4 +1,4 @@
-"""Every message survives the wire, and invalid bytes are a typed error."""
+"""Every message is decoded unchanged, and invalid bytes raise a typed error."""
 
 import math
 import random
@@ -54,7 +54,7 @@ from engine.net.trust import SALT_BYTES
 
 DECODERS = {decode_to_worker: get_args(ToWorker), decode_to_gateway: get_args(ToGateway)}
 FEW = settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow])
-SAMPLES = [  # broken frames are made of these
+SAMPLES = [  # valid frames, from which broken frames are made
     Prefill("a.0", [0, 7, 2**32 - 1], Sampling(seed=2**64 - 1), Limits(9, 4, (1, 2))),
     Decode(
         "a.0",
@@ -73,13 +73,13 @@ SAMPLES = [  # broken frames are made of these
 
 
 def values(kind: Any) -> "st.SearchStrategy[Any]":
-    """Any value that a field of this type may have."""
+    """Draws any value that a field of this type may have."""
     if hasattr(kind, "__supertype__"):  # a NewType
         return values(kind.__supertype__)
     match get_origin(kind) or kind:
         case origin if origin is Annotated:
             return bounded(*get_args(kind))
-        case origin if origin in (UnionType, Union):  # the latter has an annotated part
+        case origin if origin in (UnionType, Union):  # Union, if a part of it is annotated
             return st.one_of([values(part) for part in get_args(kind)])
         case origin if origin is tuple and Ellipsis not in get_args(kind):
             return st.tuples(*map(values, get_args(kind)))
@@ -121,7 +121,7 @@ def has_distinct_ranks(address: dict[str, Any]) -> bool:
 
 
 def bounded(kind: Any, *bounds: Any) -> "st.SearchStrategy[Any]":
-    """Any value of a type within its bounds: an id, a prompt, a salt, hashes and so on."""
+    """Draws any value within a type's bounds: an id, a prompt, a salt, hashes and so on."""
     (meta,) = (each for each in bounds if isinstance(each, msgspec.Meta))
     sizes = {"min_size": meta.min_length or 0, "max_size": min(meta.max_length or 4, 64)}
     if kind is int:
@@ -170,7 +170,7 @@ def test_fields_that_a_newer_peer_adds_are_ignored():
     assert decode_to_worker(frame) == [Cancel("a")]
 
 
-# ---------------------------------------------------------------- what is no message
+# ---------------------------------------------------------------- invalid messages
 
 
 @pytest.mark.parametrize("decode", DECODERS, ids=lambda value: value.__name__)
@@ -280,7 +280,7 @@ def test_a_damaged_frame_is_read_or_refused_and_nothing_else():
             continue
 
 
-# ---------------------------------------------------------------- what the fields mean
+# ---------------------------------------------------------------- meanings of fields
 
 
 @pytest.mark.parametrize(

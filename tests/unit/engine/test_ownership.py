@@ -1,4 +1,4 @@
-"""The files of a cache that count as the user's own."""
+"""The files of a cache that count as the user's own files."""
 
 import grp
 import os

@@ -10,7 +10,7 @@ from engine.config import UNSET, Config
 
 PAGE = Path(__file__).parents[3] / "docs/users/tuning.md"
 ROW = re.compile(r"^\| `(\w+)\.(\w+)` \| `([^`]*)` \|", re.MULTILINE)
-WHOLE_SECTIONS = ("worker", "router", "planner")  # whose settings all stand on the page
+WHOLE_SECTIONS = ("worker", "router", "planner")  # sections whose settings must all be on the page
 
 
 def text_of(value: object) -> str:

@@ -22,7 +22,8 @@ def layout_of(kv_format, block_size=3, sections=SECTIONS):
 
 
 def token_places(layout):
-    """(elements, scale, head_dim) of every token of every head of a record: two slices."""
+    """Yields (elements, scale, head_dim) of each token and head of a record; the first two are
+    slices."""
     for index, section in enumerate(layout.sections):
         first = layout.section_offset_bytes(index)
         for head in range(2 * section.num_layers * section.num_kv_heads):
@@ -37,7 +38,7 @@ def token_places(layout):
                 )
 
 
-# ------------------------------------------------------------ slow twin: the text, in plain Python
+# ------------------------------------------------------------ slow twin in plain Python
 
 
 def nearest_fp32(x):
@@ -61,14 +62,14 @@ def fp8_value(code):
 
 
 def fp8_code(x):
-    """Returns the nearest code; of two equally near, the even one."""
+    """Returns the nearest code; of two equally near codes, the even one."""
     codes = range(0x7F)
     nearest = min(codes, key=lambda code: (abs(fp8_value(code) - abs(x)), code & 1))
     return nearest | (0x80 if math.copysign(1, x) < 0 else 0)
 
 
 def encoded(numbers, kv_format):
-    """(elements, scale) of one token of one head."""
+    """Returns (elements, scale) of one token of one head."""
     if kv_format is KVFormat.FP32:
         return struct.pack(f"<{len(numbers)}f", *numbers), b""
     if kv_format is KVFormat.BF16:
@@ -86,7 +87,8 @@ def encoded(numbers, kv_format):
 
 def encoded_int4(numbers):
     numbers_and_signs = [(x, math.copysign(1, x)) for x in numbers]
-    (lowest, _), (highest, _) = min(numbers_and_signs), max(numbers_and_signs)  # -0 is below 0
+    # -0 counts as below 0
+    (lowest, _), (highest, _) = min(numbers_and_signs), max(numbers_and_signs)
     low_bits = bf16_bits(lowest)
     low = bf16_value(low_bits)
     step_bits = bf16_bits(nearest_fp32(nearest_fp32(highest - low) / 15))

@@ -1,4 +1,4 @@
-"""Pulls and leases of several members end once, after all of their parts."""
+"""Pulls and leases of several members end once, after all members have ended."""
 
 import pytest
 
@@ -45,7 +45,7 @@ def pulling(*, idle: tuple[int, ...] = ()) -> PullGroups:
 
 
 def ended(groups: PullGroups, *reports: tuple[int, PullDone | PullFailed]) -> list[object]:
-    """Returns the effects of reports in this order."""
+    """Returns the effects of these reports in this order."""
     effects = []
     for member, report in reports:
         effects += groups.ended(member, report)

@@ -1,4 +1,4 @@
-"""The sink's end of the lease protocol: its questions, its fetches, and good blocks."""
+"""The sink's side of the lease protocol: its requests, its fetches, and its valid blocks."""
 
 import msgspec
 import pytest
@@ -57,7 +57,7 @@ USE = UseSource(ADDRESS, WIRE, ACCEPT)
 
 
 def attached(*, batch_blocks: int = 64, window_blocks: int = 64) -> SinkMachine:
-    """A sink that holds lease `l` for sequence `s` at a source that has accepted it."""
+    """A sink with lease `l` for sequence `s`, whose source has accepted the attachment."""
     sink = machine()
     sink.hold("s", lease(), 0.0)
     sink.receive(ADDRESS, ACCEPT, 0.0)
@@ -66,7 +66,7 @@ def attached(*, batch_blocks: int = 64, window_blocks: int = 64) -> SinkMachine:
 
 
 def pulling(*, ready: int = 4, window_blocks: int = 64) -> SinkMachine:
-    """Blocks 0 to 3 of `l` are wanted at 50 to 53; of them `ready` are known, as 0 to 3."""
+    """Returns a sink that pulls blocks 0 to 3 of `l` into 50 to 53; the first `ready` are known."""
     sink = attached(window_blocks=window_blocks, batch_blocks=1 if window_blocks < 64 else 64)
     sink.receive(ADDRESS, Ready("l", 0, list(range(ready))), 0.0)
     sink.start("s", ((0, 50), (1, 51), (2, 52), (3, 53)), 0.0)
@@ -275,7 +275,7 @@ def test_a_lease_without_the_wanted_block_fails_at_once(index):
     assert effects == [PullFailed("s", "lease is too short"), to(Release("l", 0))]
 
 
-# ---------------------------------------------------------------- Ready
+# ---------------------------------------------------------------- Ready messages
 
 
 @pytest.mark.parametrize(
@@ -339,7 +339,7 @@ def test_messages_of_an_unknown_source_are_ignored(sink, message):
     assert sink.receive(ELSEWHERE, message, 0.1) == []
 
 
-# ---------------------------------------------------------------- the window
+# ---------------------------------------------------------------- window of requested blocks
 
 
 def test_no_more_blocks_are_requested_than_the_window_allows():
@@ -357,7 +357,7 @@ def test_no_more_blocks_are_requested_than_the_window_allows():
     assert copied(sink, 3, now_s=0.5) == [to(Release("l", 0))]
 
 
-# ---------------------------------------------------------------- Data
+# ---------------------------------------------------------------- Data messages
 
 
 def test_data_goes_to_the_blocks_that_wait_for_it():
@@ -367,7 +367,7 @@ def test_data_goes_to_the_blocks_that_wait_for_it():
 
 def test_data_without_a_waiting_pull_has_no_place():
     sink = pulling(window_blocks=2)
-    copied(sink, 0, now_s=0.0)  # and so 2 is requested, and 3 is not
+    copied(sink, 0, now_s=0.0)  # so block 2 is requested next, but not block 3
     assert sink.places(ADDRESS, Data("l", [0, 1, 2, 3, 99, -1], 0)) == [
         None,
         51,
@@ -498,7 +498,7 @@ def test_one_sided_reads_are_not_asked_for_again():
     assert sink.sweep(TIMING.reread_s) == [to(Hold("l", 1, 1))]
 
 
-# ---------------------------------------------------------------- good blocks of failed pulls
+# ---------------------------------------------------------------- valid blocks of failed pulls
 
 
 def test_blocks_that_the_source_sent_are_good_whatever_follows():
@@ -526,7 +526,7 @@ def test_only_the_answer_to_a_later_hold_makes_copies_good(stamp):
     assert sink.abort("s", 1.2)[0] == PullFailed("s", "aborted")
 
 
-# ---------------------------------------------------------------- when every block was sent
+# ---------------------------------------------------------------- time when all blocks were sent
 
 
 def done_early() -> SinkMachine:
@@ -566,7 +566,7 @@ def test_one_copied_block_makes_the_confirmation_necessary():
     assert copied(sink, 3) == [to(Release("l", 0))]
 
 
-# ---------------------------------------------------------------- how long it took
+# ---------------------------------------------------------------- duration of pulls
 
 
 def test_transfer_time_before_the_last_block_is_computed_is_hidden():
@@ -590,7 +590,7 @@ def test_a_transfer_in_flight_at_that_time_is_hidden_up_to_it():
     assert done == PullDone("s", "zmq", transfer_s=2.0, exposed_s=1.0)
 
 
-# ---------------------------------------------------------------- ends
+# ---------------------------------------------------------------- ends of leases
 
 
 @pytest.mark.parametrize("reason", ["revoked", "expired", "unknown", "held by another", "bad read"])
@@ -610,7 +610,7 @@ def test_the_release_of_a_former_pull_of_the_same_lease_confirms_nothing():
     sink = attached()
     assert to(Release("l", 0)) in sink.abort("s", 0.1)
     sink.hold("t", lease(), 0.2)
-    sink.receive(ADDRESS, Ready("l", 0, [7]), 0.3)  # sent before the source knew of the release
+    sink.receive(ADDRESS, Ready("l", 0, [7]), 0.3)  # sent before the source received the release
     sink.start("t", ((0, 50),), 0.4)
     assert copied(sink, 0, now_s=0.5) == [to(Release("l", 1))]
     effects = sink.receive(ADDRESS, Ended("l", "released", 0), 0.6)
@@ -648,7 +648,7 @@ def test_nothing_follows_the_end_of_a_pull():
     assert sink.sweep(5.0) == []
 
 
-# ---------------------------------------------------------------- time
+# ---------------------------------------------------------------- deadlines
 
 
 def test_a_lease_is_renewed_while_its_sequence_waits_for_memory():
@@ -674,7 +674,7 @@ def test_nothing_is_sent_to_a_source_that_has_not_answered():
 
 
 def test_a_silent_source_is_given_up(sink):
-    sent_s = 1.0  # or earlier; from then on it owes an answer
+    sent_s = 1.0  # from this time at the latest, the source owes an answer
     sink.sweep(sent_s)
     effects = [e for now_s in (2.0, 3.0, 4.0, 5.0) for e in sink.sweep(now_s)]
     assert not [e for e in effects if isinstance(e, PullFailed)]
@@ -685,7 +685,8 @@ def test_a_silent_source_is_given_up(sink):
 
 
 def test_one_answer_a_deadline_keeps_a_source(sink):
-    if sink.next_wake_s() == TIMING.hold_every_s:  # attached, and has nothing to answer
+    # if attached, the sink has no unanswered message yet
+    if sink.next_wake_s() == TIMING.hold_every_s:
         sink.sweep(1.0)
     sink.receive(ADDRESS, Ready("l", 0, [0]), 5.0)
     assert not [e for e in sink.sweep(5.9) if isinstance(e, PullFailed)]
@@ -739,7 +740,7 @@ def test_a_machine_without_pulls_sleeps():
     assert machine().sweep(100.0) == []
 
 
-# ---------------------------------------------------------------- bugs of ours
+# ---------------------------------------------------------------- bugs of the caller
 
 
 def test_holding_twice_is_a_bug(sink):

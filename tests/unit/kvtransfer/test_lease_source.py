@@ -1,4 +1,4 @@
-"""The source's end of the lease protocol: the right to read, and the end of a lease."""
+"""The source's side of the lease protocol: permission to read, and the end of a lease."""
 
 import msgspec
 import pytest
@@ -52,7 +52,7 @@ def machine(*attached: bytes, offers: Offers = OFFERS) -> SourceMachine:
 
 
 def held(*ready: int, num_blocks: int = 4, offers: Offers = OFFERS) -> SourceMachine:
-    """A source with lease `l`, held by SINK; `ready` are its blocks so far."""
+    """Returns a source with lease `l`, attached by SINK; `ready` are its ready blocks so far."""
     source = machine(SINK, OTHER, offers=offers)
     source.open("l", num_blocks, 0.0)
     source.grow("l", ready, 0.0)
@@ -61,7 +61,7 @@ def held(*ready: int, num_blocks: int = 4, offers: Offers = OFFERS) -> SourceMac
 
 
 def answer(source: SourceMachine, message: object, peer: bytes = SINK, now_s: float = 1.0):
-    """Returns the one effect of a message."""
+    """Returns the single effect of a message."""
     (effect,) = source.receive(peer, message, now_s)
     source.validate()
     return effect
@@ -187,7 +187,7 @@ def test_a_read_of_too_many_or_unready_blocks_ends_the_lease(indices):
 
 
 def test_a_read_from_a_source_that_cannot_send_ends_the_lease():
-    """A pool in a GPU's memory cannot send; a faulty sink asks nevertheless."""
+    """A pool in a GPU's memory cannot send, but a faulty sink requests it."""
     source = held(7, offers=Offers(sends=False))
     assert source.receive(SINK, Read("l", [0]), 1.0)[0] == LeaseEnded("l", "bad read")
 
@@ -216,7 +216,7 @@ def test_blocks_may_be_sent_as_long_as_their_reader_holds_the_lease():
     assert not source.may_send(read)
 
 
-# ---------------------------------------------------------------- ends
+# ---------------------------------------------------------------- ends of leases
 
 
 def test_a_release_ends_the_lease_and_is_confirmed_with_the_number_of_the_pull():
@@ -229,7 +229,7 @@ def test_a_release_ends_the_lease_and_is_confirmed_with_the_number_of_the_pull()
 
 
 def test_a_release_that_is_repeated_late_ends_no_later_lease():
-    """A sink repeats a Release until it is confirmed, so a Release may arrive after the
+    """A sink repeats a Release until it is confirmed, so a Release may arrive after its
     confirmation.
     """
     source = held(7)
@@ -332,7 +332,7 @@ def rank_body(rank: int, sink: str = "life of pair") -> AttachBody:
 
 
 def held_by_first(*ready: int) -> SourceMachine:
-    """A source with lease `l`, held by the first of a sink's two ranks, both attached."""
+    """A source with lease `l`. The first of the sink's two ranks holds it; both are attached."""
     source = machine(SINK)
     for peer, body in (
         (FIRST, rank_body(0)),
@@ -455,7 +455,7 @@ def test_all_holders_are_informed_of_an_end(end, reason):
 
 
 def rank_of_two() -> SourceMachine:
-    """The second rank of a source of two, to which a sink of two is attached."""
+    """The second rank of a source of two ranks, to which a sink of two ranks is attached."""
     source = SourceMachine(
         incarnation="life of source",
         identity=msgspec.structs.replace(IDENTITY, shard=PAIR[1], group=PAIR),
@@ -504,7 +504,7 @@ def test_early_messages_are_bounded(monkeypatch):
 
 
 def test_a_rank_that_needs_no_bytes_holds_the_lease_and_reads_nothing():
-    """Another rank of the source, which holds the same heads, sends them."""
+    """Another rank of the source has the same heads and sends them."""
     heads = KVLayout(16, KVFormat.BF16, (KVSection(1, 1, 64),))
     one, other = (Identity("model 1", heads, shard, group=PAIR) for shard in PAIR)
     source = SourceMachine(
@@ -523,7 +523,7 @@ def test_a_rank_that_needs_no_bytes_holds_the_lease_and_reads_nothing():
     assert agree(one, lone.identity).record_bytes == heads.block_bytes
 
 
-# ---------------------------------------------------------------- bugs of ours
+# ---------------------------------------------------------------- bugs of the caller
 
 
 def test_a_lease_opened_twice_is_a_bug():
@@ -538,11 +538,11 @@ def test_a_lease_that_outgrows_itself_is_a_bug():
         held(7, num_blocks=1).grow("l", (8,), 0.0)
 
 
-# ---------------------------------------------------------------- words
+# ---------------------------------------------------------------- lease words
 
 
 def opened(source: SourceMachine, lease_id: str) -> LeaseWord:
-    """Opens a lease; returns its word."""
+    """Opens a lease; returns its lease word."""
     (effect,) = source.open(lease_id, 1, 0.0)
     assert isinstance(effect, SetWord)
     return LeaseWord(effect.place, effect.generation)

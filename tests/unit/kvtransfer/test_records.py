@@ -1,4 +1,5 @@
-"""Pieces between records of two ranks move all that one gives to the other, and nothing else."""
+"""Pieces between the records of two ranks copy all bytes that one rank gives the other, and no
+more."""
 
 from itertools import pairwise
 
@@ -25,7 +26,7 @@ LAYOUT = KVLayout(3, KVFormat.INT8, (SECTION, KVSection(num_layers=1, num_kv_hea
 sections = st.builds(
     KVSection,
     num_layers=st.integers(1, 3),
-    num_kv_heads=st.sampled_from([1, 2, 3, 4, 6]),  # all ranks together
+    num_kv_heads=st.sampled_from([1, 2, 3, 4, 6]),  # KV heads of all ranks together
     head_dim=st.sampled_from([2, 6, 20]),
 )
 layouts = st.builds(
@@ -37,7 +38,8 @@ layouts = st.builds(
 
 
 def stages(draw, layout, num_stages):
-    """Ranges of layers of each section, for each stage; they may differ in size, or be empty."""
+    """Draws the layer ranges of each section for each stage; sizes differ, and ranges may be
+    empty."""
     if num_stages == 1:
         return [()]
     cuts = []
@@ -52,7 +54,7 @@ def stages(draw, layout, num_stages):
 
 @st.composite
 def splits(draw, layout):
-    """The ranks of a worker: tensor parallel within each stage of a pipeline."""
+    """Draws the ranks of a worker: tensor parallel within each pipeline stage."""
     found = stages(draw, layout, draw(st.integers(1, 3)))
     size = draw(st.integers(1, 6))
     return tuple(Shard(rank, size, layers) for layers in found for rank in range(size))
@@ -70,9 +72,9 @@ def lines(num_bytes):
 
 
 def whole_record(layout):
-    """Slow twin: the meaning of every line of a whole record, as (head, line of the head).
+    """Slow twin: returns the meaning of every line of a whole record: (head, line of the head).
 
-    Heads begin at cache lines, so lines stand for their bytes.
+    Heads begin at cache lines, so a line stands for its bytes.
     """
     return [
         ((index, layer, plane, head), i)
@@ -85,7 +87,7 @@ def whole_record(layout):
 
 
 def is_held(layout, shard, name):
-    """Slow twin: True if the rank holds that head of that layer."""
+    """Slow twin: returns True if the rank holds this head of this layer."""
     index, layer, _, head = name
     section = layout.sections[index]
     if shard.layers:
@@ -103,12 +105,12 @@ def is_held(layout, shard, name):
 
 
 def record_of(layout, shard):
-    """Slow twin: a rank's record is the whole record without what it does not hold."""
+    """Slow twin: a rank's record is the whole record without the heads that the rank lacks."""
     return [line for line in whole_record(layout) if is_held(layout, shard, line[0])]
 
 
 def move(pieces, source, sink):
-    """Copies the pieces of one record, given and returned as lists of anything."""
+    """Copies the pieces of one record between lists of any elements."""
     sink = list(sink)
     for piece in pieces:
         first, place = lines(piece.source_offset), lines(piece.sink_offset)

@@ -1,4 +1,4 @@
-"""Prompts waiting, computed chunk by chunk, and leased out."""
+"""Prompts that are queued, computed in chunks, and leased to sinks."""
 
 import pytest
 
@@ -151,7 +151,7 @@ def test_cached_blocks_of_a_lease_are_ready_at_once():
 
 
 def compute(r: Rig, name: str, prompt) -> None:
-    """Submits a prompt that is computed at once."""
+    """Submits a prompt and computes it at once."""
     r.take(prefill(name, prompt))
     while r.step():
         pass
@@ -655,7 +655,7 @@ def test_an_id_in_use_is_refused():
     r.play((prefill("a", 6, gateway="g2"), [given_back("a", reason, gateway="g2")]))
     r.step()
     r.play((prefill("a", 6), [given_back("a", reason)]))
-    r.step()  # it is leased now
+    r.step()  # the prompt's KV is leased now
     r.play((prefill("a", 6), [given_back("a", reason)]))
     r.take(ended("a", "released"))
     r.play((prefill("a", 6), []))

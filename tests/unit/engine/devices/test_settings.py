@@ -1,4 +1,4 @@
-"""Settings that depend on the device."""
+"""Default settings by device."""
 
 import msgspec
 import pytest
@@ -78,7 +78,7 @@ def test_a_default_that_does_not_fit_what_is_configured_is_an_error():
         (AUTO, 0.5, True, CUDA),
         (AUTO, 0.0, True, CPU),
         (CPU, None, True, CPU),
-        (CUDA, None, False, CUDA),  # the launcher or the worker says what is missing
+        (CUDA, None, False, CUDA),  # the launcher or the worker reports the missing device
     ],
 )
 def test_auto_takes_gpus_where_workers_get_them(wanted, num_gpus, has_gpus, expected):
@@ -99,7 +99,7 @@ def test_gpus_without_gpus_are_refused():
         (None, CUDA, 4, 4.0),
         (0.5, CUDA, 1, 0.5),
         (4.0, CUDA, 4, 4.0),
-        (1.0, CPU, 1, 1.0),  # a place that is kept for a program of the operator's
+        (1.0, CPU, 1, 1.0),  # reserves a place for another program of the operator
     ],
 )
 def test_a_worker_takes_whole_gpus_unless_told_otherwise(num_gpus, device, devices, expected):

@@ -1,4 +1,4 @@
-"""GGUF's key/values and tensors in transformers' terms, or refused by name."""
+"""GGUF's keys and tensors are mapped to transformers' names, or refused by name."""
 
 import math
 import struct
@@ -43,7 +43,7 @@ def test_the_metadata_makes_a_config(tmp_path):
         "num_key_value_heads": 2,
         "head_dim": 8,
         "max_position_embeddings": 512,
-        "rms_norm_eps": 1e-5,  # stored as fp32, which is 9.999999747378752e-06
+        "rms_norm_eps": 1e-5,  # the file stores the fp32 value 9.999999747378752e-06
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "tie_word_embeddings": False,
         "vocab_size": 261,
@@ -148,7 +148,7 @@ def test_scaled_positions_are_kept(scaling, parameters, tmp_path):
 
 
 def stretched(factor, dim, theta):
-    """Factors as Meta's code computes frequencies for Llama 3.1: by wave lengths."""
+    """Returns the frequency factors of Llama 3.1 by Meta's formula, from wave lengths."""
     for i in range(0, dim, 2):
         wave = 2 * math.pi * theta ** (i / dim)
         smooth = (8192 / wave - 1) / 3

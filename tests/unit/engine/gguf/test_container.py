@@ -1,4 +1,4 @@
-"""Headers of GGUF files: what is read, and that a file which lies is refused by name."""
+"""Headers of GGUF files: the values that are read, and false headers refused by name."""
 
 import random
 import struct
@@ -9,7 +9,7 @@ from engine.errors import CheckpointError
 from engine.gguf.container import BLOCKS, MAX_ARRAY_LEN, TensorPlace, read_gguf
 from tests.kits.models.gguf import Contents, tiny
 
-START = 24  # bytes of magic, version and counts
+START = 24  # bytes of the magic number, the version and the counts
 
 
 def refusal(path):
@@ -76,7 +76,7 @@ def test_bytes_of_another_format_are_refused(data, why, tmp_path):
 
 
 def with_value(tmp_path, encoded):
-    """A file whose only value has these bytes."""
+    """Returns a file whose only value has these bytes."""
     path = tmp_path / "a.gguf"
     path.write_bytes(Contents({"k": True}).encoded()[: START + 9] + encoded)
     return path

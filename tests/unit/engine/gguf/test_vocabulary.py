@@ -1,4 +1,4 @@
-"""Tokenizers made of a GGUF file's tokens: known ids, special tokens, and refusals by name."""
+"""Tokenizers built from a GGUF file's tokens: known ids, special tokens, refusals by name."""
 
 import json
 
@@ -48,10 +48,10 @@ def test_tokens_of_any_text_give_the_text(pre, text, tmp_path):
 @pytest.mark.parametrize(
     ("pre", "ids"),
     [
-        ("smollm", [SPACE_HE, 32, 49, 50]),  # digits one by one
+        ("smollm", [SPACE_HE, 32, 49, 50]),  # each digit is one token
         ("qwen2", [SPACE_HE, 32, 49, 50]),
         ("gpt-2", [SPACE_HE, 32, TWELVE]),
-        ("llama-bpe", [SPACE_HE, 32, TWELVE]),  # up to three digits
+        ("llama-bpe", [SPACE_HE, 32, TWELVE]),  # up to three digits are one token
         ("default", [SPACE_HE, 32, TWELVE]),
     ],
 )

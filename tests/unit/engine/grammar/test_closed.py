@@ -1,4 +1,4 @@
-"""Closing a strict schema adds no contradiction."""
+"""Closing a strict schema creates no contradiction."""
 
 import pytest
 

@@ -1,4 +1,5 @@
-"""Grammars in EBNF allow what llama.cpp's and xgrammar's notation says, and hostile ones end."""
+"""EBNF grammars allow what llama.cpp's and xgrammar's notation means; hostile grammars
+terminate."""
 
 from functools import cache
 from pathlib import Path
@@ -122,8 +123,8 @@ def test_an_error_that_quotes_the_client_is_short():
 
 def test_lines_of_the_compiler_are_the_clients():
     rules = lark_of(SUMS).splitlines()
-    assert rules[1].startswith("rule_1:")  # line 2
-    assert rules[4].startswith("rule_2:")  # line 5
+    assert rules[1].startswith("rule_1:")  # made from line 2
+    assert rules[4].startswith("rule_2:")  # made from line 5
 
 
 @pytest.mark.parametrize("source", ['start: "a"', 'start: "\\nroot ::= x"', "// root ::= x"])

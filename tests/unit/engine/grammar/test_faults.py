@@ -1,4 +1,4 @@
-"""A grammar that cannot be followed any further ends its answer and frees everything it held."""
+"""If a grammar allows no further token, its answer ends and all its memory is freed."""
 
 from engine.messages import GivenBack, Grammar, GrammarKind, LeaseId, Role, Sampling, SeqId
 from engine.worker.events import Emit, RevokeLease
@@ -11,7 +11,7 @@ GIVEN_UP = GivenBack(SeqId("a"), f"grammar: {FAULT}", hopeless=True)
 
 
 class Guides:
-    """Remembers the guides that it made."""
+    """Records the guides that it created."""
 
     def __init__(self) -> None:
         self.opened: list[FakeGuide] = []

@@ -1,4 +1,4 @@
-"""Guides allow exactly what the grammar says, on every path."""
+"""Guides allow exactly the texts of their grammar, on every code path."""
 
 import contextlib
 import json
@@ -60,7 +60,7 @@ def weights():
 
 
 def check(grammar):
-    """Compiles as a gateway's child and every worker do."""
+    """Compiles a grammar like a gateway's child process and every worker do."""
     guides().prepare(grammar)
 
 
@@ -89,7 +89,7 @@ def allowed(guide):
 
 
 def accepts(grammar, text):
-    """True if exactly the whole of `text` is an answer."""
+    """Returns True if exactly the whole of `text` is an answer."""
     guide = guides().open(grammar, ())
     ids = ids_of(text)
     if guide.num_allowed(ids) < len(ids):
@@ -182,7 +182,7 @@ def test_a_key_has_one_spelling():
 
 
 def cycle(length=1):
-    """Definitions that lead back to themselves, and to nothing else."""
+    """Returns definitions that refer only to each other, in a circle."""
     names = ["n", *(f"n{i}" for i in range(1, length))]
     followers = [*names[1:], "n"]
     links = zip(names, followers, strict=True)
@@ -320,14 +320,15 @@ def test_an_object_has_a_bounded_number_of_properties():
     check(grammar)
     assert accepts(grammar, '{"p0": 1, "p3": 2, "p399": 3, "q": 4}')
     assert accepts(grammar, '{\n  "p0": 1,\n  "p399": 3\n}')
-    for count in (500, 1_000):  # before a worker finds it where the model indents
+    # the gateway refuses this before a worker would fail on a model that indents
+    for count in (500, 1_000):
         with pytest.raises(GrammarError, match="Too many items"):
             check(optional(count))
     with pytest.raises(GrammarError, match="1000 properties"):
         check(optional(3_000))
 
 
-# ---------------------------------------------------------------- expressions and grammars
+# ---------------------------------------------------------------- regular expressions and grammars
 
 
 def test_an_expression_is_matched_as_a_whole():
@@ -386,7 +387,7 @@ def test_rules_may_lead_deeper_than_a_common_stack():
     "unit", ["\n", " ", "a[\n", "[a", "a{\n", '"\\"', "/\\/", "//", " %json 1"]
 )
 def test_reading_a_grammar_takes_time_in_proportion_to_its_length(unit):
-    """32 kB of newlines once took seconds, and 128 kB stopped the gateway."""
+    """Reading 32 kB of newlines once took seconds, and 128 kB blocked the gateway."""
     longest = lark('start: "a"\n' + unit * ((MAX_SOURCE_LEN - 20) // len(unit)))
     begin_s = time.process_time()
     with contextlib.suppress(GrammarError):
@@ -403,7 +404,7 @@ def test_words_in_text_and_in_rules_are_no_options():
         check(lark(source))
 
 
-# ---------------------------------------------------------------- masks
+# ---------------------------------------------------------------- token masks
 
 
 def test_a_mask_holds_the_ids_with_which_the_answer_can_go_on_and_no_others():
@@ -483,7 +484,7 @@ def test_masks_are_as_wide_as_the_logits_and_padding_is_never_allowed(vocab_size
             assert max(ids) < min(vocab_size, VOCAB_SIZE)
 
 
-# ---------------------------------------------------------------- limits, threads
+# ---------------------------------------------------------------- limits and threads
 
 
 def test_a_grammar_that_becomes_too_costly_is_a_fault_and_allows_nothing():

@@ -1,4 +1,4 @@
-"""Rewritten keywords allow nothing more, alone and inside one another."""
+"""Rewritten keywords allow no additional value, alone and nested."""
 
 import pytest
 from hypothesis import given, settings
@@ -173,7 +173,7 @@ def test_what_cannot_be_rewritten_is_refused_by_name_and_place(schema, message):
 
 
 def doubling(levels):
-    """Returns definitions that each refer to the next one twice."""
+    """Returns definitions each of which refers twice to the next one."""
     defs = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(levels)}
     return {"$defs": {**defs, f"d{levels}": {"type": "string"}}}
 

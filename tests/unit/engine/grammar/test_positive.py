@@ -1,4 +1,4 @@
-"""Rewritten schemas allow nothing that the client's schemas forbid, and most of the rest."""
+"""Rewritten schemas allow nothing that the client's schema forbids, and most of what it allows."""
 
 import json
 import random
@@ -31,7 +31,7 @@ def allows(schema, value):
 
 
 def words(schema):
-    """All keywords in a schema, at any depth."""
+    """Returns all keywords in a schema, at any depth."""
     return set(re.findall(r'"([^"]*)":', json.dumps(schema)))
 
 
@@ -150,7 +150,7 @@ def test_hostile_alternatives_end():
         positive({"not": {"$ref": "#/$defs/a"}, "$defs": {"a": doubling}})
 
 
-# ---------------------------------------------------------------- any schema, any value
+# ---------------------------------------------------------------- random schemas and values
 
 NAMES = ("a", "b", "c")
 SCALARS = (None, True, False, -1, 0, 1, 2, 0.5, 1.0, "", "a", "bb")
@@ -169,7 +169,7 @@ def random_value(rng, depth=0):
 
 
 def random_schema(rng, depth=0):
-    """A schema of a few keywords; deep ones hold no others."""
+    """Returns a schema of a few keywords. A schema at the maximum depth contains no others."""
 
     def inner():
         return random_schema(rng, depth + 1)
@@ -213,7 +213,7 @@ def random_schema(rng, depth=0):
 
 
 def without_references(schema):
-    """The schema as one that refers to nothing: the library would follow a circle for ever."""
+    """Expands references, because the library would follow a circle for ever."""
     return json.loads(json.dumps(schema).replace("$ref", "$comment"))
 
 

@@ -1,4 +1,4 @@
-"""References lead to the place that they name, and nowhere else."""
+"""A reference resolves to the place that it names, and to no other place."""
 
 import pytest
 

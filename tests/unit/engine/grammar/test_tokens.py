@@ -1,4 +1,4 @@
-"""Guides by token ids: allowed ones, and sequences that must not appear."""
+"""Guides by token ids: allowed tokens, and forbidden token sequences."""
 
 import random
 

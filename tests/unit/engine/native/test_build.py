@@ -39,7 +39,7 @@ def units(tmp_path, monkeypatch):
 
 @pytest.fixture
 def use_compiler(tmp_path, monkeypatch):
-    """Makes a script the compiler."""
+    """Makes a script act as the compiler."""
 
     def use(script):
         path = tmp_path / "compiler"
@@ -53,7 +53,7 @@ def use_compiler(tmp_path, monkeypatch):
 
 @pytest.fixture
 def log(tmp_path, use_compiler):
-    """The arguments of each call of a compiler that always succeeds."""
+    """Records the arguments of each call of a compiler that always succeeds."""
     path = tmp_path / "log"
     use_compiler(COMPILER.format(log=path))
     return path
@@ -124,7 +124,7 @@ def test_a_built_library_is_writable_by_its_owner_alone(units, log):
 
 
 def plant(units) -> tuple[Path, Path]:
-    """A file that another user might leave under a library's name, and its folder."""
+    """Writes a file that another user could plant as a library. Returns the file and its folder."""
     path = built_library(units)
     path.chmod(0o700)
     path.write_text("planted")
@@ -204,7 +204,7 @@ def test_processes_that_want_the_same_library_build_it_once(units, log, use_comp
     use_compiler(waiting.format(log=log))
     with ThreadPoolExecutor(2) as threads:
         found = [threads.submit(built_library, units) for _ in range(2)]
-        with fifo.open("w") as go:  # opens when a compiler reads
+        with fifo.open("w") as go:  # opens when the compiler reads
             go.write("go\n")
         assert found[0].result() == found[1].result()
     assert len(log.read_text().splitlines()) == 2

@@ -1,4 +1,4 @@
-"""Both ends of a session prove that they hold the secret; neither learns it."""
+"""Both ends of a session prove that they know the secret, and neither reveals it."""
 
 import pytest
 from hypothesis import given
@@ -66,7 +66,7 @@ def test_a_challenge_of_another_process_is_refused_even_with_the_secret():
 
 
 def test_an_impostor_cannot_pass_a_clients_claim_on():
-    """A client dials the impostor, which answers with the challenge of a real server."""
+    """A client connects to the impostor, which forwards the challenge of a real server."""
     server = challenger()
     claim = claimant(address="127.0.0.1:6666").claim(server.challenge(0.0, bytes(16)))
     assert refusal(server, claim) == "wrong secret or address"

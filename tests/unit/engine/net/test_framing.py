@@ -1,4 +1,4 @@
-"""Frames come out of a stream as they went in, however the stream is cut into pieces."""
+"""Frames are decoded unchanged from a stream, however the stream is split into pieces."""
 
 from itertools import pairwise
 

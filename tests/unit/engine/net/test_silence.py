@@ -1,4 +1,4 @@
-"""Only time spent listening counts as silence."""
+"""Only time in which this process was listening counts as silence of the peer."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""Block events of workers: the wire format, the event log, and restoring their order."""
+"""Block events of workers: the wire format, the event log, and the restored order."""
 
 from typing import Any
 
@@ -61,7 +61,7 @@ def hashes(num, first=0):
 
 
 def chain(num, first=0):
-    """News of this many blocks of one prompt."""
+    """Returns the events of `num` stored blocks of one prompt."""
     found = hashes(num, first)
     tokens = range(first, first + BLOCK_SIZE * num)
     return [
@@ -78,7 +78,7 @@ def events_of(numbered):
     return [(number, decode_batch(batch)) for number, batch in numbered]
 
 
-# ---------------------------------------------------------------- the wire
+# ---------------------------------------------------------------- wire format
 
 
 class VllmBatch(msgspec.Struct, array_like=True):
@@ -194,7 +194,7 @@ def test_an_answer_ends_with_an_empty_batch():
         decode_answer([encode_number(END_NUMBER)])
 
 
-# ---------------------------------------------------------------- what a pool notes
+# ---------------------------------------------------------------- events of a pool
 
 
 def test_a_pool_notes_stored_and_evicted_blocks():
@@ -205,9 +205,9 @@ def test_a_pool_notes_stored_and_evicted_blocks():
     pool.set_hashes([blocks[1]], [second], parent=first)
     assert pool.pop_events() == [Stored(first, None, (0, 1, 2, 3)), Stored(second, first)]
     pool.release(OWNED, blocks, ORDINARY)
-    assert pool.pop_events() == []  # it is still cached
+    assert pool.pop_events() == []  # the block is still cached
     pool.release(OWNED, pool.allocate(1), ORDINARY)
-    assert pool.pop_events() == [Evicted(second)]  # the end of a prefix goes first
+    assert pool.pop_events() == [Evicted(second)]  # the last block of a prefix is evicted first
 
 
 def test_a_duplicate_block_is_reported_once():
@@ -246,7 +246,7 @@ def test_a_sequence_reports_parent_and_tokens_of_each_block():
     ]
 
 
-# ---------------------------------------------------------------- what is kept of it
+# ---------------------------------------------------------------- log of events
 
 
 def test_blocks_that_follow_one_another_are_one_event():
@@ -298,7 +298,7 @@ def test_recent_batches_can_be_requested_from_any_number_on():
     log = opened_log(max_batches=3)
     sent = [numbered for i in range(5) for numbered in log.append(chain(1, first=i), 0.0)]
     assert log.since(3) == sent[3:]
-    assert log.since(0) == sent[2:]  # the others are gone
+    assert log.since(0) == sent[2:]  # the older batches were dropped
     assert log.since(5) == log.since(END_NUMBER) == []
 
 
@@ -316,7 +316,7 @@ def test_a_snapshot_holds_all_cached_blocks(monkeypatch):
     log.append(chain(4), 0.0)
     log.append([Evicted(hashes(4)[3])], 0.0)
     pieces = log.snapshot(0.0)
-    log.append(chain(1, first=70), 0.0)  # what comes later does not change it
+    log.append(chain(1, first=70), 0.0)  # later events do not change the snapshot
     first, second, third = hashes(3)
     assert events_of(pieces) == [
         (3, [AllBlocksCleared(), stored([first, second], None, block_size=BLOCK_SIZE)]),
@@ -328,7 +328,7 @@ def test_an_empty_snapshot_is_sent():
     assert events_of(opened_log().snapshot(0.0)) == [(0, [AllBlocksCleared()])]
 
 
-# ---------------------------------------------------------------- putting it in order
+# ---------------------------------------------------------------- restored order
 
 
 CLEARED = AllBlocksCleared()
@@ -339,7 +339,7 @@ def told(i):
 
 
 def following(number=0):
-    """News of a worker whose snapshot has come; the next batch has this number."""
+    """Returns a feed that has received its snapshot; `number` is that of the next batch."""
     news = BlockNews()
     assert news.open(0.0) == [AskSnapshot()]
     assert news.handle(NewsPiece(number, [CLEARED]), 0.0) == []
@@ -361,7 +361,8 @@ def test_batches_in_order_are_applied_at_once():
 def test_a_missing_batch_is_requested_and_later_ones_wait():
     news = following()
     assert news.handle(Published(2, told(2)), 0.0) == [AskBatches(0)]
-    assert news.handle(Published(3, told(3)), 0.0) == []  # it was requested before
+    # the missing batch has been requested already
+    assert news.handle(Published(3, told(3)), 0.0) == []
     assert news.handle(NewsPiece(0, told(0)), 0.0) == [Apply(told(0))]
     assert news.handle(NewsPiece(1, told(1)), 0.0) == [Apply(told(i)) for i in (1, 2, 3)]
     assert news.handle(NewsPiece(2, told(2)), 0.0) == []
@@ -372,7 +373,7 @@ def test_a_missing_batch_is_requested_and_later_ones_wait():
 def test_a_lost_last_batch_is_noticed_by_the_workers_count():
     news = following()
     news.handle(Published(0, told(0)), 0.0)
-    assert news.handle(Counted(2), 1.0) == []  # it may be on its way
+    assert news.handle(Counted(2), 1.0) == []  # the batch may still arrive
     assert news.next_wake_s() == 1.0 + OVERDUE_S
     assert news.handle(NewsTick(), 1.0 + OVERDUE_S) == [AskBatches(1)]
     assert news.handle(NewsPiece(1, told(1)), 2.0) == [Apply(told(1))]
@@ -399,7 +400,8 @@ def test_an_outdated_snapshot_changes_nothing():
     assert news.handle(Published(1, told(1)), 0.0) == [AskBatches(0)]
     assert news.handle(NewsEnded(), 0.0) == [AskSnapshot()]
     assert news.handle(NewsPiece(1, [CLEARED, *told(0)]), 0.0) == []
-    assert news.handle(Published(0, told(0)), 0.0) == [Apply(told(0)), Apply(told(1))]  # late
+    # a late batch
+    assert news.handle(Published(0, told(0)), 0.0) == [Apply(told(0)), Apply(told(1))]
     assert news.handle(NewsEnded(), 0.0) == []
     assert news.is_following
 
@@ -422,7 +424,7 @@ def test_a_silent_worker_is_asked_again_ever_less_often():
         assert news.handle(NewsTick(), asked_s) == [AskSnapshot()]
         pauses.append(asked_s - now_s)
         now_s = news.next_wake_s()
-        assert news.handle(NewsTick(), now_s) == []  # the silence was reported before
+        assert news.handle(NewsTick(), now_s) == []  # the silence has been reported already
     assert pauses[:3] == [FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S]
     assert pauses[-1] == MAX_PAUSE_S
     now_s = news.next_wake_s()
@@ -467,12 +469,12 @@ def test_a_bounded_number_of_batches_waits_for_a_missing_one(monkeypatch):
         news.handle(Published(number, told(number)), 0.0)
     news.validate()
     assert news.handle(NewsPiece(0, told(0)), 0.0) == [Apply(told(i)) for i in (0, 1, 2)]
-    news.handle(NewsEnded(), 0.0)  # answered before number 3 was published
+    news.handle(NewsEnded(), 0.0)  # the end of a reply from before batch 3 was published
     assert not news.is_following
     assert news.handle(NewsTick(), OVERDUE_S) == [AskBatches(3)]
 
 
-# ---------------------------------------------------------------- what is known from it
+# ---------------------------------------------------------------- blocks known from events
 
 
 def test_events_of_gone_workers_or_unknown_blocks_are_harmless():

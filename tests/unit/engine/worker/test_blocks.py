@@ -1,6 +1,6 @@
 """The block pool: the form of a hash, holders and errors.
 
-`tests.props.test_engine_blocks` tests the free list and prefix matches too.
+`tests.props.test_engine_blocks` also tests the free list and prefix matches.
 """
 
 from hashlib import blake2b
@@ -26,7 +26,7 @@ from engine.worker.blocks import (
 
 
 def hashes(name: str, num_blocks: int):
-    """Hashes of the blocks of one prompt."""
+    """Returns hashes of the blocks of one prompt."""
     tokens = [ord(letter) for letter in name for _ in range(2)]
     return hash_blocks((tokens * num_blocks)[: 2 * num_blocks], block_size=2)
 
@@ -143,7 +143,7 @@ def test_a_misplaced_block_is_noticed():
 
 
 def cached(pool, hashes, *, mark=ORDINARY, after=()):
-    """Caches a prefix; of its blocks, those `after` are cached already."""
+    """Caches a prefix whose first blocks, `after`, are cached already."""
     blocks = list(pool.match(after))
     pool.hold(OWNED, blocks)
     blocks += pool.allocate(len(hashes) - len(blocks))
@@ -165,7 +165,7 @@ def test_a_prefix_that_a_kept_block_follows_is_not_spare():
     pool = BlockPool(4)
     cached(pool, [b"system", b"theirs"])
     cached(pool, [b"system", b"ours"], mark=EVICT_FIRST, after=[b"system"])
-    pool.allocate(2)  # a free block, and the one spare block
+    pool.allocate(2)  # allocates a free block and the block marked as evict first
     assert len(pool.match([b"system", b"theirs"])) == 2
     pool.validate()
 
@@ -212,10 +212,11 @@ def test_recurring_blocks_stay_longer_than_others_but_not_for_ever():
     cached(pool, [b"a", b"a2"], mark=LIKELY_REUSED)
     for name in (b"b", b"c", b"d"):
         cached(pool, [name, name + b"2"])
-    for number in range(4):  # the oldest of the others were idle for 4 blocks, then handed out
+    for number in range(4):  # blocks of b, c and d were idle for 4 allocations and then evicted
         cached(pool, [b"e%d" % number, b"f%d" % number])
         assert len(pool.match([b"a", b"a2"])) == 2
     assert not pool.match([b"b"])
     cached(pool, [b"g", b"h"])
-    assert not pool.match([b"a"])  # idle for 14 blocks, more than three times as long
+    # the block was idle for 14 allocations, more than three times as long
+    assert not pool.match([b"a"])
     pool.validate()

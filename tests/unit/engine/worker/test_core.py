@@ -1,4 +1,4 @@
-"""Schedulers around one pool: the split of events and budget, and the reports."""
+"""Schedulers with a shared pool: how events and budget are divided, and the load reports."""
 
 from itertools import pairwise
 
@@ -132,7 +132,7 @@ def test_decoding_sequences_have_a_row_in_every_step_beside_prompts():
     rig.step()
     for name in "bc":
         rig.take(generate(name, 20))
-    for _ in range(5):  # both prompts, the first of them in chunks of 8 at the most
+    for _ in range(5):  # computes both prompts; the first in chunks of at most 8 tokens
         rig.step()
         assert [row.seq_id for row in rig.rows][:1] == ["a"]
         assert sum(len(row.token_ids) for row in rig.rows) <= 9
@@ -282,9 +282,9 @@ def test_a_token_is_planned_behind_one_that_is_not_known_yet():
     assert (known.start, known.token_ids, known.is_pending) == (3, [SAMPLED], False)
     assert (pending.start, pending.is_pending) == (4, True)
     assert (known.banned, pending.banned) == ((5,), ())
-    assert rig.take(Blocks()) == blocks(free=6, owned=2)  # the pending token has a block
+    assert rig.take(Blocks()) == blocks(free=6, owned=2)  # the pending token already has a block
     rig.core.finish(BatchResult([RowResult((7,))]), 0.0)
-    assert rig.core.plan(0.0) == (None, [])  # the step in flight brings the last token
+    assert rig.core.plan(0.0) == (None, [])  # the step in flight samples the last token
     assert rig.core.finish(BatchResult([RowResult((8,))]), 0.0) == [token("a", 8, LENGTH)]
     assert rig.take(Blocks()) == blocks(free=7, cached=1)
 
@@ -296,7 +296,7 @@ def test_a_row_is_void_if_its_sequence_has_ended_with_the_step_before():
     rig.core.plan(0.0)
     assert rig.core.finish(BatchResult([RowResult((5,))]), 0.0) == [token("a", 5, STOP)]
     assert rig.take(Blocks()) == blocks(free=6, cached=1, in_flight=1)
-    rig.arrive("a", 2)  # the same id again
+    rig.arrive("a", 2)  # reuses the same id
     assert rig.core.finish(BatchResult([RowResult((6,))]), 0.0) == []
     rig.core.validate()
     assert rig.decode.counters["void_rows"] == 1
@@ -337,7 +337,7 @@ def test_a_result_must_have_one_entry_per_row():
         rig.core.finish(BatchResult([RowResult((7,)), RowResult((8,))]), 0.0)
 
 
-# ---------------------------------------------------------------- what both schedulers share
+# ---------------------------------------------------------------- state of both schedulers
 
 
 def test_prefill_takes_no_block_that_a_pull_writes_to():
@@ -409,11 +409,11 @@ def test_the_workload_is_the_prompt_first_and_the_decode_later():
     rig.take(generate("a", 6, more=3))
     assert promised(rig) == (6, 0, 0, 0)
     rig.step()
-    assert promised(rig) == (6, 0, 0, 0)  # all of it, also the computed part
+    assert promised(rig) == (6, 0, 0, 0)  # the whole prompt counts, also its computed part
     rig.step(7)
     assert promised(rig) == (0, 1, 2, 7)
     rig.step(8)
-    rig.step(9)  # the last
+    rig.step(9)  # the last token
     assert promised(rig) == (0, 0, 0, 0)
 
 
@@ -423,7 +423,7 @@ def test_the_workload_counts_waiting_sequences_but_not_cancelled_ones():
     rig.take(decode("queued", range(20, 26)))
     rig.step()
     assert promised(rig) == (0, 2, 3, 10)
-    rig.take(cancel("pulling"))  # its blocks are still written to
+    rig.take(cancel("pulling"))  # the transfer still writes to the blocks
     assert promised(rig) == (0, 1, 2, 6)
     rig.take(cancel("queued"))
     assert promised(rig) == (0, 0, 0, 0)
@@ -438,11 +438,11 @@ def test_the_workload_counts_pulling_prompts_but_not_cancelled_ones():
     assert promised(rig) == (0, 0, 0, 0)
 
 
-# ---------------------------------------------------------------- what steps cost
+# ---------------------------------------------------------------- measured step costs
 
 
 def timed_step(rig: Rig, seconds: float = 0.5, token: int = 99) -> None:
-    """Runs a step that the runner times."""
+    """Runs a step with a time measured by the runner."""
     rig.seconds = seconds
     rig.step(token)
     rig.seconds = None
@@ -462,7 +462,7 @@ def test_a_report_has_the_size_and_time_of_steps():
         StepReport(0.2, num_prefill_tokens=2, prefill_squares=36 - 16),
         StepReport(0.4, 3, 9, num_rows=1, num_context_tokens=8),
     ]
-    assert reported(rig).steps == []  # they were reported before
+    assert reported(rig).steps == []  # the steps have been reported already
 
 
 def test_untimed_steps_are_not_reported():
@@ -482,7 +482,7 @@ def test_reported_steps_are_few_and_spread_over_the_time():
     assert MAX_STEPS_OF_A_KIND / 2 <= len(decodes) <= MAX_STEPS_OF_A_KIND
     numbers = [step.seconds for step in decodes]
     gaps = {b - a for a, b in pairwise(numbers)}
-    assert len(gaps) == 1  # evenly
+    assert len(gaps) == 1  # all gaps are equal
     assert numbers[0] < 500 / 4
     assert numbers[-1] > 500 * 3 / 4
 
@@ -496,7 +496,8 @@ def test_prompts_do_not_crowd_out_the_steps_that_decode():
     for _ in range(90):
         timed_step(rig)
     steps = reported(rig).steps
-    assert sum(not step.num_prefill_tokens for step in steps) == 2  # after three of the prompt
+    # the prompt takes three steps first
+    assert sum(not step.num_prefill_tokens for step in steps) == 2
     assert len(steps) <= 2 * MAX_STEPS_OF_A_KIND
 
 
@@ -523,7 +524,7 @@ def test_steps_in_which_the_draft_catches_up_are_not_reported():
     for _ in range(8):
         timed_step(rig)
         seen += [bool(row.draft_token_ids) for row in rig.rows]
-    assert sum(seen) == 2  # when a block was full
+    assert sum(seen) == 2  # drafts occur only when a block is full
     assert len(reported(rig).steps) == 8 - 2
 
 

@@ -1,4 +1,4 @@
-"""Changes of a worker's role, and sequences that leave it."""
+"""Changes of a worker's role, and sequences that are handed over because of them."""
 
 import pytest
 
@@ -43,7 +43,8 @@ LEASED = moved_lease_id(SeqId("b"))
 
 @pytest.fixture
 def rig() -> Rig:
-    """A decode worker that runs "a": six tokens of prompt, two of answer, the last not fed back."""
+    """A decode worker that runs "a": six prompt tokens and two answer tokens, the last without
+    KV."""
     r = Rig(Role.DECODE)
     r.arrive("a", 6, 70)
     r.step(71)
@@ -51,7 +52,7 @@ def rig() -> Rig:
     return r
 
 
-# ---------------------------------------------------------------- roles
+# ---------------------------------------------------------------- role changes
 
 
 @pytest.mark.parametrize(
@@ -172,7 +173,7 @@ def test_a_local_prompt_is_decoded_despite_a_new_role():
     )
 
 
-# ---------------------------------------------------------------- sequences that leave
+# ---------------------------------------------------------------- sequences that are handed over
 
 
 def test_a_running_sequence_leaves_with_the_blocks_of_all_tokens_but_the_last(rig):
@@ -191,7 +192,7 @@ def test_a_running_sequence_leaves_with_the_blocks_of_all_tokens_but_the_last(ri
 
 
 def test_a_block_that_only_the_last_token_needs_is_not_leased(rig):
-    rig.step(72)  # nine tokens, eight of them computed
+    rig.step(72)  # nine tokens, of which eight have KV
     rig.step(73)
     rig.take(cancel("a"))
     r = Rig(Role.DECODE)

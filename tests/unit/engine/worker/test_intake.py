@@ -1,4 +1,4 @@
-"""Messages that would end a worker if they reached its runner."""
+"""Invalid messages that would crash a worker if they reached its runner."""
 
 import msgspec
 import pytest
@@ -45,7 +45,7 @@ def prefill(token_ids=(1, 2, 3), *, num_top=None, limits=None, **sampling) -> Pr
 
 
 def outcome(message, intake=INTAKE):
-    """Returns the sequence, or the reason for its refusal."""
+    """Returns the sequence, or the reason why it is refused."""
     opened = intake.open(GatewayId("g"), message)
     return opened.reason if isinstance(opened, GivenBack) else opened
 
@@ -91,7 +91,7 @@ def test_requests_the_runner_cannot_compute_are_given_back(message, reason, kind
     fields = msgspec.structs.asdict(message)
     if kind is Decode:
         if fields.pop("prompt_logprobs") == 50:
-            return  # a decode worker scores no prompts
+            return  # a decode worker does not score prompts
         fields["prefix"], fields["lease"] = None, LEASE
         del fields["prefix"]
     found = outcome(kind(**fields))

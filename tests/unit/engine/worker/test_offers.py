@@ -1,4 +1,4 @@
-"""Leases of prefixes that a worker holds."""
+"""Leases on prefixes that a worker has cached."""
 
 import pytest
 
@@ -20,7 +20,7 @@ from tests.kits.worker_core import (
     revoked,
 )
 
-HELD = 13  # tokens: three full blocks, 0 to 2, are cached afterwards
+HELD = 13  # tokens, of which three full blocks, 0 to 2, are cached afterwards
 
 
 @pytest.fixture

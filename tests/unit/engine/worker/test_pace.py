@@ -1,4 +1,4 @@
-"""Chunks of prompts that keep the pace of what decodes beside them."""
+"""Chunks of prompts that keep the token gaps of decoding sequences within bounds."""
 
 from typing import NamedTuple
 
@@ -13,14 +13,14 @@ FIXED_S, TOKEN_S, SQUARE_S, ROW_S, CONTEXT_S = 4e-3, 5e-4, 1e-8, 1e-3, 1e-6
 
 
 class DecodeRow(NamedTuple):
-    """The part of a row that the pace looks at."""
+    """The fields of a row that the pace reads."""
 
     end: int
     tpot_s: float | None = None
 
 
 def seconds(rows=(), chunks=()):
-    """The time of a step; chunks are from where to where."""
+    """Returns the duration of a step; a chunk is (start, end) in its prompt."""
     tokens = sum(end - start for start, end in chunks)
     squares = sum(end * end - start * start for start, end in chunks)
     decode_s = ROW_S * len(rows) + CONTEXT_S * sum(row.end for row in rows)
@@ -73,7 +73,7 @@ def test_a_step_keeps_the_bounds_and_the_stretch(rows, starts, stretch):
     chunks = chunks_of_a_step(learned(stretch), rows, starts)
     if chunks and chunks[0][1] - chunks[0][0] > LEAST_TOKENS:
         assert 0.85 * KEPT * limit_s <= seconds(rows, chunks) <= 1.02 * limit_s
-    else:  # it makes progress all the same, with one prompt
+    else:  # without room, one prompt still gets a chunk
         least = [(starts[0], starts[0] + LEAST_TOKENS + 1)]
         assert seconds(rows, least) >= 0.9 * KEPT * limit_s
         assert chunks[0] == (starts[0], starts[0] + LEAST_TOKENS)
@@ -105,7 +105,7 @@ def test_a_bound_of_one_sequence_holds_for_the_step(seq_bound_s):
 
 
 def test_what_steps_with_and_without_prompts_share_is_counted_once():
-    """A step that decodes takes 10 ms at least, one of prompts 2 ms, and one of both 10 ms."""
+    """A decode step takes at least 10 ms, a prompt step 2 ms, and a mixed step 10 ms."""
     pace = StepPace(4.0)
     for i in range(40):
         pace.learn(StepReport(10e-3 + 1e-3 * (1 + i % 4), 0, 0, 1 + i % 4, 100))

@@ -1,4 +1,4 @@
-"""The places of ranks: their stages, layers, slices and KV heads."""
+"""The part of the model that each rank has: stages, layers, slices and KV heads."""
 
 from itertools import chain
 

@@ -1,4 +1,4 @@
-"""One request's progress: tokens, blocks, hashes, and when it is complete."""
+"""The progress of one request: its tokens, blocks and hashes, and when it is complete."""
 
 from types import SimpleNamespace
 
@@ -118,11 +118,11 @@ def test_a_release_frees_every_block_and_keeps_hashed_ones_cached(pool):
     table = seq.block_table
     seq.release(pool)
     assert (seq.block_table, seq.num_computed_tokens, seq.num_hashed_blocks) == ([], 0, 0)
-    assert len(table) == 2  # a row that names the table still has it
+    assert len(table) == 2  # a row that refers to the table keeps the block
     assert pool.counts() == BlockCounts(free=7, cached=1, owned=0, leased=0, in_flight=0)
 
 
-# ---------------------------------------------------------------- ends
+# ---------------------------------------------------------------- ends of sequences
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 
@@ -130,13 +130,13 @@ STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 @pytest.mark.parametrize(
     ("length", "last_token", "finish"),
     [
-        (5, 9, None),  # neither long enough nor a stop
+        (5, 9, None),  # neither the maximum length nor a stop token
         (5, 7, STOP),
         (5, 8, STOP),
-        (4, 7, None),  # a stop at the least length is too early
+        (4, 7, None),  # a stop token below the minimum length is ignored
         (10, 9, LENGTH),
-        (11, 9, LENGTH),  # longer than allowed, as after a failover
-        (10, 7, STOP),  # a stop in the last place counts as a stop
+        (11, 9, LENGTH),  # longer than allowed, like after a failover
+        (10, 7, STOP),  # a stop token at the maximum length counts as a stop
     ],
 )
 def test_a_sequence_ends_at_a_stop_or_at_its_greatest_length(length, last_token, finish):

@@ -1,4 +1,4 @@
-"""A long step is reported, and a step that does not end ends the worker."""
+"""A long step is reported, and a step that never finishes stops the worker."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from engine.worker.steps import FIRST_STEPS_FACTOR, LONG_STEP_S, NUM_FIRST_STEPS
 
 
 def plan(*rows: tuple[int, int]) -> BatchPlan:
-    """A plan of rows with these numbers of tokens and drafted tokens."""
+    """Returns a plan of rows with these numbers of tokens and draft tokens."""
     return BatchPlan(
         [
             Row(f"s{i}", [1] * num, 0, [], None, draft=[2] * num_drafted)
@@ -23,7 +23,7 @@ MIXED = plan((1, 0), (1, 0), (40, 0))
 
 
 class Worker:
-    """A step loop, and a look at it every second."""
+    """A step loop that is checked once a second."""
 
     def __init__(self, timeout_s: float | None) -> None:
         self.watch = StepWatch(timeout_s, 0.0)
@@ -42,7 +42,7 @@ class Worker:
         return self.watch.check(self.now_s)
 
     def hang(self, seconds: int) -> list[StillStepping | None]:
-        """Returns the reports of each second during a step."""
+        """Lets a step run for some seconds; returns the result of each second's check."""
         return [self.check() for _ in range(seconds)]
 
 

@@ -1,4 +1,4 @@
-"""Which bytes a device copies."""
+"""The byte ranges that a device copies."""
 
 from hypothesis import given
 from hypothesis import strategies as st

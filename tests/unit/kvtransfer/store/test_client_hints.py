@@ -1,4 +1,4 @@
-"""Session hints that gateways forward reach the policy of every tier."""
+"""Session hints forwarded by gateways reach the policy of every tier."""
 
 import pytest
 
@@ -37,7 +37,7 @@ PAIRS = [
 
 
 class Listening(LeafLru):
-    """A policy that keeps hints with their times."""
+    """A policy that records hints with their times."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Parts of a schema that no finite value satisfies are false."""
+"""Parts of a schema that no finite value satisfies become false."""
 
 import pytest
 
@@ -8,7 +8,7 @@ SELF = {"$ref": "#/$defs/n"}
 
 
 def of(definition, **schema):
-    """The definition `n` and a schema of an object that may refer to it, after pruning."""
+    """Returns the definition `n`, and an object schema that may refer to it, after pruning."""
     found = finite({"$defs": {"n": definition}, **schema})
     return found if found is False else {**found, "$defs": found["$defs"]["n"]}
 
@@ -50,7 +50,7 @@ def test_satisfiable_parts_stay(definition):
     [
         ({"$defs": {"n": SELF}, **SELF}, True),
         ({"$defs": {"n": SELF}, "properties": {"a": SELF}}, False),
-        ({"$ref": "#/$defs/none"}, False),  # it leads nowhere, which is another fault
+        ({"$ref": "#/$defs/none"}, False),  # a broken reference is another error, and is kept
     ],
 )
 def test_a_schema_is_endless_if_no_finite_value_satisfies_all_of_it(schema, endless):

@@ -1,4 +1,4 @@
-"""Patterns of schemas mean what ECMA-262 says, or are refused by name."""
+"""Patterns of schemas follow ECMA-262, or are refused by name."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Strings and keys of a schema hold control characters, and no key has two spellings."""
+"""Strings and keys of a schema may contain control characters; no key has two spellings."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A wrong value in config.json is reported in one sentence, before any model is made."""
+"""A wrong value in config.json is reported in one sentence, before a model is created."""
 
 from pathlib import Path
 

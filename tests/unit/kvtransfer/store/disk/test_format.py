@@ -1,4 +1,4 @@
-"""Headers of slots on disk: what is written is believed, and nothing else is."""
+"""Headers of slots on disk: a written header is accepted, and every other header is refused."""
 
 import numpy as np
 import pytest

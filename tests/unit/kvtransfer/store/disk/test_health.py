@@ -1,4 +1,4 @@
-"""A disk is left alone after several failures in a row, for a growing pause."""
+"""A disk is not used after several failures in a row, for longer and longer pauses."""
 
 from kvtransfer.store.disk.engine import DiskHealth
 

@@ -1,4 +1,4 @@
-"""Hints of sessions: what they keep, and what a key that lies cannot gain."""
+"""Session hints: the blocks that they keep, and the limits for a key with false hints."""
 
 import math
 
@@ -36,7 +36,7 @@ def name(text: str, number: int) -> BlockHash:
 
 
 def store(policy, text, num_blocks=3, now_s=0.0, system=()):
-    """Stores a chain; returns it with the system prompt before it."""
+    """Stores a chain of blocks. Returns the chain with the system prompt's blocks before it."""
     chain = [*system, *(name(text, number) for number in range(num_blocks))]
     cached = [each for each in chain if each in policy]
     policy.use(cached, now_s)
@@ -99,7 +99,7 @@ def test_pinned_blocks_never_go_until_they_are_unpinned():
     policy = LeafWorth(100, ROOMY)
     chain = store(policy, "chain", 3)
     policy.hint(BlocksPinned("key", chain), 0.0)
-    assert policy.choose(3, anything) == [chain[2]]  # the budget admits two
+    assert policy.choose(3, anything) == [chain[2]]  # the budget keeps two blocks
     assert policy.choose(3, anything) == []
     policy.hint(BlocksUnpinned("other", chain), 0.0)
     assert policy.choose(3, anything) == []
@@ -182,7 +182,10 @@ def test_a_key_without_sessions_makes_room_for_another_key():
 
 @pytest.mark.parametrize("keep_s", [1.0, 60.0, 1e9, None])
 def test_a_liar_takes_no_more_than_its_share_of_the_room(keep_s):
-    """An honest key fills the tier and returns; a liar stores far more and never does."""
+    """An honest key fills the tier and returns.
+
+    A key with false hints stores more and never returns.
+    """
     size = 400
     policy = LeafWorth(size, HintBudget.of_tier(size))
     honest = [store(policy, f"honest{n}-", 10) for n in range(20)]
@@ -225,7 +228,7 @@ HINTED = st.one_of(
 
 
 class HintedHistory(History):
-    """Also gives hints; two keys, and three sessions of each."""
+    """Plays hints too, of two API keys with three sessions each."""
 
     def __init__(self):
         budget = HintBudget(5, 2, 3, num_sessions=2, num_keys=2)
@@ -263,4 +266,4 @@ def test_no_hint_loses_a_block_or_breaks_a_bound(steps):
     assert first.chosen == second.chosen
     first.held.clear()
     first.choose(100)
-    assert len(first.cached) <= 3  # all pins
+    assert len(first.cached) <= 3  # all cached blocks are pinned

@@ -1,4 +1,4 @@
-"""`LeafLru` on sequences whose order is known, and against a slow twin."""
+"""`LeafLru` with sequences of known order, and compared with a slow twin."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,7 +19,7 @@ def filled(*numbers: int) -> LeafLru:
 
 
 def test_the_oldest_leaf_goes_first_and_then_its_parent_by_its_own_age():
-    policy = filled(1, 2, 3, 4)  # 1 -> (2 -> 4, 3)
+    policy = filled(1, 2, 3, 4)  # tree of blocks: 1 -> (2 -> 4, 3)
     assert policy.choose(4, anything) == [block(3), block(4), block(2), block(1)]
 
 

@@ -1,4 +1,4 @@
-"""Every policy, on random histories: no block is lost, invented or taken from its holder."""
+"""Every policy with random histories: no block is lost, invented or evicted while in use."""
 
 from collections.abc import Callable
 
@@ -22,7 +22,7 @@ def block(number: int) -> BlockHash:
     return BlockHash(number.to_bytes(4))
 
 
-# A small forest: block n follows block n // 2, and block 1 follows none.
+# A small forest: block n follows block n // 2, and block 1 has no predecessor.
 NUMBERS = st.integers(1, 40)
 STEPS = st.one_of(
     st.tuples(st.just("add"), NUMBERS),
@@ -47,7 +47,7 @@ def chain_of(number: int) -> list[BlockHash]:
 
 
 class History:
-    """Plays steps on a policy, beside a set that says what it must hold."""
+    """Plays steps on a policy, beside a set of the blocks that the policy must contain."""
 
     def __init__(self, policy: Eviction):
         self.policy = policy

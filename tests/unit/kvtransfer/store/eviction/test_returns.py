@@ -1,4 +1,4 @@
-"""The table of returns is compared with numbers that are computed by hand."""
+"""The table of returns is compared with numbers computed by hand."""
 
 import math
 from itertools import pairwise
@@ -24,7 +24,7 @@ def test_buckets_are_half_octaves_that_cover_all_ages():
 
 def test_worth_is_that_of_the_best_time_to_stop():
     hazards = [0.0] * NUM_BUCKETS
-    hazards[10] = 0.5  # half of the blocks return in this bucket, and none before or after it
+    hazards[10] = 0.5  # half of the blocks return in this bucket, and no others before or after
     found = worths(hazards)
     wait = sum(WIDTHS[:10]) + WIDTHS[10] * 0.75
     assert math.isclose(found[0], 0.5 / wait)

@@ -1,4 +1,4 @@
-"""Calls stop after failures in a row, and are tried again after growing pauses."""
+"""Calls stop after several failures in a row, and are retried after longer and longer pauses."""
 
 from kvtransfer.store.objects.calls import (
     FIRST_PAUSE_S,

@@ -1,4 +1,4 @@
-"""A listing is paired into segments, and only old remains are garbage."""
+"""Listed objects are paired into segments, and only old incomplete segments are garbage."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A manifest is read back unchanged, or refused with a reason."""
+"""A manifest is decoded unchanged, or refused with a reason."""
 
 import struct
 
@@ -55,7 +55,7 @@ def manifest_of(num_blocks=3):
 
 
 def changed(**changes):
-    """A manifest whose last block differs."""
+    """Returns a manifest with changes to its last block."""
     *others, last = described(3)
     return encode_manifest(terms(3), [*others, msgspec.structs.replace(last, **changes)])
 
@@ -129,7 +129,7 @@ def test_what_is_accepted_lies_in_the_segment_whatever_the_body_says(data):
         (changed(offset=2 * BLOCK_BYTES + 1), ManifestFault.FORMAT),
         (changed(offset=2**63), ManifestFault.FORMAT),
         (changed(length=BLOCK_BYTES - 1), ManifestFault.FORMAT),
-        (changed(block_hash=bytes(16)), ManifestFault.FORMAT),  # the first block's hash
+        (changed(block_hash=bytes(16)), ManifestFault.FORMAT),  # the hash of the first block
         (changed(block_hash=bytes(15)), ManifestFault.FORMAT),
         (changed(parent=bytes(17)), ManifestFault.FORMAT),
     ],

@@ -1,4 +1,4 @@
-"""The index finds what a simple model of it finds, and deletes the oldest segments first."""
+"""The index finds the same blocks as a simple model, and deletes the oldest segments first."""
 
 import pytest
 from hypothesis import given, settings
@@ -33,7 +33,7 @@ def block(number, payload=bytes(BLOCK_BYTES)):
 
 
 def filled(*segments):
-    """An index with segments of these blocks, the oldest first."""
+    """Returns an index with segments of these blocks, the oldest first."""
     index = SegmentIndex(MAX_BYTES)
     for i, numbers in enumerate(segments):
         index.add(str(i), BLOCK_BYTES * len(numbers), float(i))
@@ -117,7 +117,7 @@ def test_too_many_blocks_and_other_sizes_are_refused(blocks):
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """Compares the index with a plain table of segments."""
+    """Compares the index with a simple table of segments."""
 
     names = st.sampled_from("abcd")
     numbers = st.sets(st.integers(0, 5), min_size=1)
@@ -125,7 +125,7 @@ class IndexMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.index = SegmentIndex(MAX_BYTES)
-        self.model = {}  # name: [bytes, hashes or None, may be filled]
+        self.model = {}  # name to [bytes, hashes or None, whether it may still be filled]
 
     @rule(name=names, num_bytes=st.integers(0, 40))
     def add(self, name, num_bytes):
