@@ -73,7 +73,7 @@ class WorkerLinks:
         """`handle` passes an event to the machine. `receive_frame` handles a worker's frame."""
         self.addresses = set(addresses)  # addresses of all workers that should be connected
         self.joined = asyncio.Event()  # set when a worker joins
-        self.fingerprint = ""  # for answers; empty until the first worker joins
+        self.fingerprint = ""  # shown in answers; empty until the first worker joins
         self.counters: Counter[tuple[str, str]] = Counter()  # numbers of losses of block events
         self.crash: BaseException | None = None  # the bug by which a task has ended
         self.stores: list[WorkerId] = []

@@ -63,7 +63,7 @@ class ControlServer:
         self._routers = routers
         self.gateway_id = GatewayId(f"gateway-{secrets.token_hex(6)}")
         self._clock = clock
-        self._observed: dict[str, Router] = {}  # routers whose demand is summed, by line
+        self._observed: dict[str, Router] = {}  # routers whose demand is observed, by line
         self._server = SessionServer(self._session, secret, host, on_refused=self._count_refused)
         self._board = board or PoolBoard(routers.versions, clock)
         self.members = self._board.members = members

@@ -34,7 +34,7 @@ class FrameTaker(Protocol):
     """Decodes the tokens of running answers directly from the frames of workers."""
 
     def take_frame(self, frame: bytes, now_s: float) -> Sequence[int] | None:
-        """Handles the messages in a frame that contain only tokens, for sequences it serves.
+        """Handles those messages in a frame that have only tokens, for the sequences it reads.
 
         After another message of a sequence, the frame's tokens for this sequence are not handled.
         Returns the positions of all messages that were not handled; None if no token was handled.

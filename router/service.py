@@ -112,7 +112,7 @@ class Router:
         self._links.follow(addresses)
 
     def cut(self, end: Failed) -> int:
-        """Ends all present and later requests with this outcome. Returns the number now."""
+        """Ends all present and later requests with this outcome. Returns how many ended now."""
         return self._clients.cut(end)
 
     # ------------------------------------------------------------ RouterPort
@@ -223,8 +223,10 @@ class Router:
     def _receive_frame(self, worker_id: WorkerId, frame: bytes) -> Sequence[ToGateway]:
         """Handles a worker's frame. Returns the messages that the frame taker has not handled.
 
-        The machine would only forward the handled tokens. So it gets them later, for several frames
-        at once, which takes a fraction of the time. It always gets them before any other event.
+        The machine would only forward the handled tokens. So they are passed on later, for several
+        frames at once, which takes a fraction of the time. The machine always gets them before any
+        other event.
+
         Raises ProtocolError.
         """
         now_s, taker = self._clock.now_s(), self._clients.taker

@@ -210,7 +210,7 @@ class Sharing(Protocol):
     """The interface for sharing accounts with other processes."""
 
     def held(self, key: str, account: Account) -> AbstractContextManager[None]:
-        """In the context, the account is up to date. Its changes are shared at the end."""
+        """Updates the account on entry to the context, and shares its changes on exit."""
         ...
 
 

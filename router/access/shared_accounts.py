@@ -84,7 +84,7 @@ class SharedAccounts:
 
     @contextlib.contextmanager
     def held(self, key: str, account: Account) -> Iterator[None]:
-        """In the context, the account is up to date. Its changes are shared at the end."""
+        """Updates the account on entry to the context, and shares its changes on exit."""
         name = blake2b(key.encode(), digest_size=KEY_BYTES).digest()
         with self._locked():
             slot = self._slot_of(name)

@@ -24,7 +24,7 @@ from engine.messages import LoadReport, Role, RoleChanged, SeqId, Welcome, Worke
 
 
 class PrefillClaim(msgspec.Struct, frozen=True):
-    """The claim of a prompt that is being computed or waits for that."""
+    """The claim of a prompt that waits or is being computed."""
 
     tokens: int  # number of tokens to compute
     prompt_tokens: int  # number of tokens, with cached and pulled ones
@@ -51,10 +51,10 @@ class DecodeClaim(msgspec.Struct):
 class Foreign(msgspec.Struct, frozen=True):
     """The load of a worker by other gateways, at its last report."""
 
-    prompt_tokens: int = 0  # number in waiting and running prompts
+    prompt_tokens: int = 0  # number of tokens in waiting and running prompts
     seqs: int = 0  # number of sequences that decode or will decode
-    blocks: int = 0  # number filled by these sequences at their present lengths
-    context_tokens: int = 0  # total context of these sequences
+    blocks: int = 0  # number of blocks that these sequences fill now
+    context_tokens: int = 0  # number of context tokens of these sequences
 
 
 NOTHING = Foreign()
@@ -88,10 +88,10 @@ class WorkerView:
     turnover: float = 0.0  # cached tokens stored since the start, as a share of the cache
     touched: set[WorkerId] = field(
         default_factory=set, repr=False
-    )  # the view's set of changed workers
+    )  # set of changed workers, shared with the view
     totals: DecodeTotals = field(
         default_factory=DecodeTotals, repr=False, compare=False
-    )  # the view's totals, if the worker decodes
+    )  # totals of the view, if the worker decodes
 
     def change_role(self, message: RoleChanged) -> None:
         """Changes the worker's role. Claims on the worker are kept."""

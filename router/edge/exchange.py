@@ -22,7 +22,7 @@ from engine.clock import unix_time_s
 log = logging.getLogger(__name__)
 
 EXCHANGE, PIPE = "baton.exchange", "baton.pipe"  # scope keys
-NO_SOCKET = -1  # no valid descriptor
+NO_SOCKET = -1  # stands for a missing socket
 _NOT_IN_NAMES = re.compile(b'[\x00-\x1f\x7f()<>@,;:\\[\\]={} \t\\\\"]')
 _NOT_IN_VALUES = re.compile(b"[\x00-\x08\x0a-\x1f\x7f]")
 _LAST = b"connection: close\r\n"

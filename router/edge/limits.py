@@ -52,14 +52,14 @@ class Overdue(StrEnum):
 class Book:
     """The configurable limits of one listener, and its counts."""
 
-    max_head_bytes: int = 32 * 2**10  # the same for trailers, which come after the body
+    max_head_bytes: int = 32 * 2**10  # maximum of a head, and of trailers after a body
     max_bodies_bytes: int = 256 * 2**20  # total of all incomplete bodies
     max_connections: int = 8192
     max_connections_per_address: int = 2048
-    head_timeout_s: float = 10.0  # the same for a TLS handshake
+    head_timeout_s: float = 10.0  # maximum for a head, and for a TLS handshake
     num_connections: int = 0
     bodies_bytes: int = 0  # total of incomplete bodies
-    refusals: Counter[str] = field(default_factory=Counter)  # refused connections and requests
+    refusals: Counter[str] = field(default_factory=Counter)  # numbers of refusals, by reason
     tls_events: Counter[str] = field(default_factory=Counter)  # reloads of certificates, by outcome
     _of_address: Counter[str] = field(default_factory=Counter)
 

@@ -26,7 +26,7 @@ from router.edge.tls import TlsFiles
 
 log = logging.getLogger(__name__)
 
-ACCEPTED_AT_ONCE = 16  # then other events are handled, and other processes may accept connections
+ACCEPTED_AT_ONCE = 16  # maximum per iteration, so that other events and processes get time
 SHUTDOWN_TIMEOUT_S = 5.0  # seconds to wait for a client's close message
 CUT_TIMEOUT_S = 2.0  # seconds for sending the errors that end answers
 END_TIMEOUT_S = 5.0  # seconds for cut connections to end

@@ -153,7 +153,7 @@ class Flight:
     num_hedges: int = 0  # attempts that were started as hedges
     preempted_s: dict[WorkerId, float] = field(default_factory=dict)  # last preemption, by worker
     back_off_until_s: float | None = None
-    likely_reused: bool = False  # see `LikelyReused` in `router.cluster.learning`
+    likely_reused: bool = False  # see `Conversations` in `router.cluster.learning`
     leads: bool = True  # True while followers can be held back for this request
     followers: list["Flight"] = field(default_factory=list)  # held back, in order of arrival
     held_by: "Flight | None" = None  # the leader that holds this request back

@@ -78,7 +78,7 @@ from router.planning.demand import Demand
 from router.policies.candidates import longest_predicted_s, predicted_ready_s
 
 STUCK_FACTOR = 20.0  # longest plausible step, as a multiple of the predicted step
-EARLY_FACTOR = 10.0  # longest plausible early step, which may compile, in `stuck_step_s`
+EARLY_FACTOR = 10.0  # longest early step, which may compile, as a multiple of `stuck_step_s`
 NO_BOUNDS = (None, None, None)
 
 

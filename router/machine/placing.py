@@ -364,7 +364,7 @@ class KnownPrefixes:
         self._state = state
         # Matched blocks by index name; None: not looked up yet.
         self._longest: Mapping[WorkerId, int] | None = None
-        # Of the full blocks; empty if there is only one worker.
+        # Hashes of the full blocks; empty if there is only one worker.
         self.hashes: Sequence[BlockHash] = ()
         worker = state.view.computing
         if worker is not None and len(state.view.workers) > 1 and flight.prompt_logprobs is None:

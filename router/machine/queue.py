@@ -90,7 +90,7 @@ class FairQueue:
         self._quantum = quantum
         self._returned: OrderedDict[RequestId, None] = OrderedDict()
         self._levels: dict[int, _Level] = {}
-        # Priority and tenant, without returned requests.
+        # Priority and tenant of each request, except returned ones.
         self._homes: dict[RequestId, tuple[int, str]] = {}
         self._num_put = 0
         self.size = 0  # number of requests; not a property, as each event reads it
@@ -249,7 +249,7 @@ class Waiting:
         self._lengths = lengths
         self._watch = watch
         self._patience = patience
-        # Time of arrival and seconds of prefill.
+        # Time of arrival and seconds of prefill of each request.
         self._asks: dict[RequestId, tuple[float, float]] = {}
         self._unit_s = 0.0  # predicted seconds of UNIT_TOKENS at the last ranking
 

@@ -86,7 +86,7 @@ class _Class:
     number: int
     worker: WorkerView
     size: int = 0
-    costs: tuple[float, ...] | None = None  # in the form that C++ has
+    costs: tuple[float, ...] | None = None  # in the form that C++ expects
 
 
 class Fleet:
@@ -117,11 +117,14 @@ class Fleet:
         self._kinds: dict[Hashable, int] = {}
         self._homes: dict[WorkerId, _Class] = {}
         self._stores: set[WorkerId] = set()  # stores to be added to C++, or added already
-        self._odd: set[WorkerId] = set()  # with another block size, or beyond the limit of kinds
+        self._odd: set[WorkerId] = (
+            set()
+        )  # workers with another block size, or beyond the limit of kinds
         self._unsure: set[WorkerId] = set()  # workers whose compute time is unknown
         self._shared: set[WorkerId] = set()  # workers that also compute for other gateways
         self._version = -1  # version of the estimates that C++ has
-        self._has_new_costs = self._is_known = False  # since the last loads; all costs
+        # True if costs are new since the last update of loads, and if all costs are known.
+        self._has_new_costs = self._is_known = False
         self._num_prefillers, self._largest = 0, (0, 0, 0)
         self._call = bytearray(_ASK.size + _DECISION.size)
         self._call_address = structs.address_of(self._call)
@@ -275,7 +278,7 @@ class Fleet:
         touched = self._view.touched
         if self._version != self._estimates.version:
             self._send_costs()
-        if self._has_new_costs:  # the workers' prompts have seconds at the old costs
+        if self._has_new_costs:  # the loads contain seconds at the old costs
             touched |= self._unsure | self._shared
             self._has_new_costs = False
         touched |= closed | full

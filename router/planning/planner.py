@@ -69,7 +69,7 @@ class PoolSizes:
 
     prefill: int
     decode: int
-    num_changing: int = 0  # workers that have not yet finished to start, stop or flip
+    num_changing: int = 0  # workers whose start, stop or flip is not complete
     kv_tokens: int = 0  # KV capacity of one worker, in tokens
     max_running: int = 0  # maximum number of sequences of one worker
     num_gateways: int = 1  # number of gateways that should report

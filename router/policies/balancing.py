@@ -70,7 +70,7 @@ class Relief:
 class Lenders:
     """Fluid prefill workers without prompts, which may take sequences."""
 
-    idle_s: Mapping[WorkerId, float] = field(default_factory=dict)  # by worker
+    idle_s: Mapping[WorkerId, float] = field(default_factory=dict)  # seconds without prompts
     cached_token_s: float = 0.0  # seconds of prefill saved per cached token
 
 

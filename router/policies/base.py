@@ -80,7 +80,7 @@ class Known(Protocol):
         ...
 
     def matched_below(self) -> Mapping[tuple[WorkerId, str], int]:
-        """Returns the same for the lower media of stores, by store and medium."""
+        """Returns the number of leading tokens on lower media of stores, by store and medium."""
         ...
 
 

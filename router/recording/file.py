@@ -107,7 +107,7 @@ class RecordingFile:
         for work in (
             self._write_all,
             self._file.close,
-        ):  # some disks report only at the end that they are full
+        ):  # some disks report only on closing that they are full
             try:
                 work()
             except Exception as error:  # there may also be too little memory

@@ -104,7 +104,7 @@ NO_DEFAULTS = SamplingDefaults()
 
 
 def sampling_defaults(directory: Path) -> SamplingDefaults:
-    """Returns a checkpoint's defaults. Raises CheckpointError if no request may have a value."""
+    """Returns a checkpoint's defaults. Raises CheckpointError for a value that is not allowed."""
     path = directory / DEFAULTS_FILE
     if not path.is_file():
         return NO_DEFAULTS

@@ -66,7 +66,7 @@ class ScoredText:
         text = self._text.finish()
         self._shown_len += len(text)
         released = self._release()
-        if not self._text.stopped:  # the last tokens have no text, but entries
+        if not self._text.stopped:  # entries of last tokens that have no text
             released += tuple(entry for _, entry in self._pending)
         self._pending.clear()
         return text, released

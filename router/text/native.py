@@ -137,7 +137,7 @@ class TakenFrame(Structure):
         ("num_messages", c_int64),
         ("num_taken", c_int64),
         ("num_tokens", c_int64),
-        ("taken", POINTER(c_void_p)),  # the answer of each message; None: not handled
+        ("taken", POINTER(c_void_p)),  # for each message, its answer; None: not handled
         ("num_rests", c_int64),
         ("rests", POINTER(c_int64)),
         ("out", c_void_p),

@@ -70,7 +70,7 @@ class ChatTemplate:
         try:
             environment = _environment()
             self._template = environment.from_string(source)
-            self._template.globals = dict(self._template.globals)  # not a chain of maps
+            self._template.globals = dict(self._template.globals)  # avoids a chain of maps
             self.names = frozenset(meta.find_undeclared_variables(environment.parse(source)))
         except TemplateError as error:
             raise CheckpointError(f"the chat template does not compile: {error}") from error

@@ -61,7 +61,7 @@ class Balancing:
         self._rule = rule
         self.due_s: float | None = None  # time of the next comparison, if no report triggers one
         self._next_look_s = 0.0
-        # Predicted step in seconds, and its time.
+        # Predicted step in seconds and time of the prediction, by worker.
         self._steps: dict[WorkerId, tuple[float, float]] = {}
 
     def on_report(self, reporting: WorkerView, now_s: float) -> None:
@@ -111,13 +111,13 @@ class Balancing:
             flight = state.by_seq[seq_id]
             if not has_room(target, self._placing.need(flight, now_s)):
                 continue
-            # A lent sequence may have to return at once, so it has no rest period after the move.
+            # A prefill worker may have to return the sequence at once, so no rest period follows.
             reason = BALANCED if target.info.role.decodes else LENT
             self._rule.start_free(flight, found.target, reason, now_s)
 
     @property
     def _lends(self) -> bool:
-        """False if no sequence may be lent, for example because all have a TPOT bound."""
+        """False if no sequence may move to a prefill worker: for example, all have a TPOT bound."""
         config = self._state.config
         return self._state.policy.is_fluid and config.balance and config.slo_tpot_s is None
 
@@ -159,7 +159,7 @@ class Balancing:
         attempt = flight.attempt
         if attempt is None or not attempt.is_decoding or now_s < flight.rests_until_s:
             return False
-        # A sequence with a TPOT bound is not lent.
+        # A sequence with a TPOT bound does not move to a prefill worker.
         is_lent = not self._state.view.workers[target].info.role.decodes
         return not is_lent or flight.limits.tpot_s is None
 
@@ -192,7 +192,7 @@ class Lending:
     def give_back(self, now_s: float) -> bool:
         """Starts moves if prompts wait. Returns True if any move started.
 
-        Successive calls have effect only after a pause.
+        After a call, further calls do nothing for `LOOK_EVERY_S`.
         """
         if self._placing.busy is None or now_s < self._next_look_s:
             return False

@@ -124,7 +124,7 @@ class Moving:
         return self._ends.excuse(flight, ROLE_CHANGED, now_s) if lacks else []
 
     def on_prompt(self, worker: WorkerView, now_s: float) -> list[RouterEffect]:
-        """Moves lent sequences away from a worker that has started a prompt."""
+        """Moves sequences away from a prefill worker that has started a prompt."""
         if not worker.decodes or not self.lending.on_prompt(worker, now_s):
             return []
         return self.copying.copy_next(now_s)

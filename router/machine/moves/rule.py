@@ -57,7 +57,7 @@ class MoveRule:
         return []
 
     def start_free(self, flight: Flight, target: WorkerId, reason: str, now_s: float) -> None:
-        """Starts a free move. Except for lent ones, the next free move must wait for `REST_S`."""
+        """Starts a free move. After any reason but LENT, the next free move waits for `REST_S`."""
         if reason is not LENT:
             flight.rests_until_s = now_s + REST_S
         self._state.counters[COUNTED_AS[reason], "begun"] += 1

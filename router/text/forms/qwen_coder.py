@@ -230,7 +230,11 @@ def _escaped(text: str) -> str:
 
 
 def _json_of(text: str, kinds: frozenset[str]) -> str:
-    """Converts a value to JSON. A value of no other allowed type becomes a text."""
+    """Converts a value to JSON.
+
+    A value that is not JSON becomes a text. So does a value whose type is not among `kinds`, if
+    these include texts.
+    """
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

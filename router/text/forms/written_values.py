@@ -114,7 +114,7 @@ def kinds_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _kinds_of(schema: Any, root: Mapping[str, Any], found: dict[int, Any]) -> frozenset[str]:
-    """Returns the same. Each schema is read once; while it is being read, any type counts."""
+    """Returns the types of `kinds_of`. Each schema is read once; until then, any type counts."""
     known = resolved(schema, root)
     if id(known) in found:
         kinds: frozenset[str] = found[id(known)][1]
