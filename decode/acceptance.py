@@ -1,8 +1,9 @@
 """Estimates the probability that the target keeps a drafted token, from counts that decay slowly.
 
 Tokens of a draft are kept up to the first wrong token. So if `a` tokens were kept, there were `a`
-hits in `a` tries, and one more try if some token was rejected. A sequence without own counts gets
-the average of all sequences. The counts of a sequence also decay while nothing is drafted for it.
+hits in `a` tries, and one more try if some token was rejected. A sequence without counts of its own
+gets the average of all sequences. A sequence's counts also decay while nothing is drafted for the
+sequence.
 """
 
 from collections import defaultdict

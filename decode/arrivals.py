@@ -111,9 +111,7 @@ class DecodeMemory:
         self.arriving: dict[SeqId, ArrivingSequence] = {}
 
     def _soon_blocks(self, seq: Sequence) -> int:
-        """Returns the number of blocks that a sequence lacks for the next `growth_tokens`
-        tokens.
-        """
+        """Returns the number of blocks that a sequence lacks for its next `growth_tokens`."""
         length = min(seq.limits.max_len, len(seq.token_ids) + self.growth_tokens)
         return max(-(-length // self.block_size) - len(seq.block_table), 0)
 
@@ -154,9 +152,7 @@ class DecodeMemory:
 
 
 class Arrivals:
-    """Queued, arriving and aborting sequences, and copies. Owns the blocks of all these
-    sequences.
-    """
+    """Queued, arriving and aborting sequences, and copies. Owns their blocks."""
 
     def __init__(self, memory: DecodeMemory, *, hold: StepHold, counters: Counter[str]) -> None:
         self._memory = memory
@@ -166,16 +162,18 @@ class Arrivals:
         self._counters = counters
         self.queued: OrderedDict[SeqId, ArrivingSequence] = OrderedDict()
         self.arriving = memory.arriving
-        # complete copies of sequences that run elsewhere, oldest first
+        # complete copies of sequences that run at other workers, oldest first
         self.copies: dict[SeqId, Sequence] = {}
         self.aborting: dict[SeqId, ArrivingSequence] = {}
-        # first queued sequence, while no other sequence is here
+        # the first queued sequence, if this worker has no other sequence
         self._stuck_id: SeqId | None = None
         self._stuck_until_s = inf
 
     @property
     def stuck_until_s(self) -> float | None:
-        """When the first queued sequence is given back; None if it is not stuck."""
+        """The time at which the stuck first sequence is given back; None if no sequence is
+        stuck.
+        """
         return self._stuck_until_s if self._stuck_id in self.queued else None
 
     @property
@@ -184,14 +182,14 @@ class Arrivals:
         return len(self.queued) + len(self.arriving) + len(self.copies)
 
     def seqs(self) -> list[Sequence]:
-        """Returns the sequences that are not cancelled, those with memory first."""
+        """Returns the sequences that are not cancelled. Sequences with memory come first."""
         arriving = [a.seq for a in (*self.arriving.values(), *self.queued.values())]
         return [*self.copies.values(), *arriving]
 
     # ------------------------------------------------------------ admission
 
     def enqueue(self, seq: Sequence, message: Decode, num_draft_tokens: int | None) -> Effect:
-        """Appends a sequence to the queue and holds its lease."""
+        """Appends a sequence to the queue, and holds the lease on its KV."""
         self.queued[seq.seq_id] = ArrivingSequence(
             seq,
             num_draft_tokens=num_draft_tokens,
@@ -201,9 +199,7 @@ class Arrivals:
         return HoldLease(seq.seq_id, message.lease)
 
     def admit(self, max_arriving: int) -> list[Effect]:
-        """Gives memory to queued sequences and starts their pulls, until `max_arriving` pulls
-        run.
-        """
+        """Gives memory to queued sequences and starts their pulls, up to `max_arriving` pulls."""
         effects: list[Effect] = []
         while self.queued and len(self.arriving) < max_arriving:
             arriving = next(iter(self.queued.values()))
@@ -223,7 +219,7 @@ class Arrivals:
         return effects
 
     def give_back_stuck(self, now_s: float, *, is_any_running: bool) -> list[Effect]:
-        """Gives the first queued sequence back if no other sequence was here for `STUCK_S`.
+        """Gives the first queued sequence back if this worker had no other sequence for `STUCK_S`.
 
         Call this when a step is planned.
         """
@@ -284,7 +280,7 @@ class Arrivals:
         return [Emit(seq.gateway_id, GivenBack(seq.seq_id, f"{PULL_FAILED}: {failed.reason}"))]
 
     def on_pull_failed(self, arriving: ArrivingSequence, failed: PullFailed) -> list[Effect]:
-        """Gives back the sequence of a failed pull; the blocks that arrived stay cached."""
+        """Gives back the sequence of a failed pull. The blocks that arrived stay cached."""
         seq, seen, size = arriving.seq, arriving.num_draft_tokens, self._block_size
         assert arriving.pulled is not None
         self._pool.release(IN_FLIGHT, arriving.pulled)
@@ -320,9 +316,7 @@ class Arrivals:
         return [AbortPull(seq_id)]
 
     def drop_copy(self) -> Effect | None:
-        """Gives back the youngest copy, if there is one. Its blocks stay cached until they are
-        evicted.
-        """
+        """Gives back the youngest copy, if any. Its blocks stay cached until they are evicted."""
         if not self.copies:
             return None
         _, seq = self.copies.popitem()

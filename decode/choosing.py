@@ -20,7 +20,7 @@ from decode.acceptance import DRAFT, NGRAMS, Acceptance, Proposer
 from decode.stepcost import StepCost
 from engine.messages import SeqId
 
-# if a sequence has more unseen tokens, the draft model never catches up with it
+# largest number of unseen tokens with which the draft model still catches up
 MAX_UNSEEN_TOKENS = 1024
 THOUSAND = 1000.0
 _LASTING = 128  # number of steps over which the cost of catching up is spread
@@ -143,7 +143,7 @@ class DraftChooser:
     def options(
         self, index: int, candidate: Candidate, cost: StepCost, rate: float = 0.0
     ) -> list[DraftOption]:
-        """Returns the possible drafts for a candidate, except those that do not pay at this
+        """Returns the possible drafts for a candidate, except drafts that do not pay at this
         rate.
         """
         found = (self.option(index, candidate, way, cost, rate) for way in Proposer)
@@ -152,8 +152,8 @@ class DraftChooser:
     def option(
         self, index: int, candidate: Candidate, way: Proposer, cost: StepCost, rate: float = 0.0
     ) -> DraftOption | None:
-        """Returns a candidate's draft by this proposer; None if none is possible or it does not
-        pay.
+        """Returns a candidate's draft by this proposer; None if no draft is possible or none
+        pays.
         """
         seq_id, max_tokens = candidate.seq_id, candidate.max_tokens
         length = candidate.match_len if way is Proposer.NGRAM else 0

@@ -202,8 +202,7 @@ class DraftPlanner:
     # ------------------------------------------------------------ after a step
 
     def num_seen(self, row: Row, result: RowResult, seq: Sequence) -> int | None:
-        """Returns the number of tokens whose K and V the draft model has; None without a draft
-        model.
+        """Returns the number of tokens whose KV the draft model has; None without a draft model.
 
         The draft model has not computed the KV of the last token that it proposed.
         """

@@ -27,7 +27,7 @@ class Match(NamedTuple):
     """
 
     start: int
-    length: int  # one of SIZES or LONGER; the real match may be longer
+    length: int  # one of SIZES or LONGER; the actual match may be longer
 
 
 class _Tokens:

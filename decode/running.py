@@ -1,8 +1,8 @@
 """The running batch: the sequences with a row in every step, and the memory for their next tokens.
 
 If memory runs short, copies of sequences that run elsewhere are dropped first. Then the youngest
-running sequence is given back to the gateway, which continues it elsewhere or later with the same
-tokens. Its blocks stay cached.
+running sequence is given back to the gateway, which continues the sequence at another worker or
+later, with the same tokens. The sequence's blocks stay cached.
 """
 
 from collections import Counter
@@ -64,8 +64,8 @@ class RunningBatch:
         return [Emit(seq.gateway_id, DecodeStarted(seq.seq_id)) for seq in new]
 
     def due(self) -> tuple[list[Sequence], list[SeqId]]:
-        """Returns the sequences that need a next row, and the ids of those that lack a block for
-        it.
+        """Returns the sequences that need a next row, and the ids of those without a block for the
+        row.
 
         Both lists are ordered, oldest first. A sequence needs no next row if the step in flight
         will compute its last token.
@@ -117,12 +117,12 @@ class RunningBatch:
     ) -> list[Effect]:
         """Gives sequences the blocks of their next tokens.
 
-        If memory is short, `drop_copy` is called. If it returns None, no copy is left. Then the
-        youngest running sequence is given back, even if that sequence needs the block.
+        If memory is short, `drop_copy` is called. If `drop_copy` returns None, no copy is left.
+        Then the youngest running sequence is given back, even if that sequence needs the block.
         """
         effects: list[Effect] = []
         for seq_id in short:
-            # None if the sequence was given back to free memory for another one
+            # None if this sequence was given back to free memory for another sequence
             seq = self.members.get(seq_id)
             while seq is not None and len(seq.block_table) < _num_blocks(seq):
                 if self._pool.num_idle:

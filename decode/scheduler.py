@@ -61,8 +61,8 @@ class DecodeScheduler:
     ) -> None:
         """A runner with a draft model needs a speculator, even if nothing is drafted.
 
-        Only a speculator makes the draft model compute all tokens, so that blocks become complete.
-        Sequences that `intake` refuses are given back.
+        Only with a speculator does the draft model compute all tokens, so that blocks become
+        complete. Sequences that `intake` refuses are given back.
         """
         self._intake = intake
         self._max_running = max_running
@@ -195,9 +195,7 @@ class DecodeScheduler:
         return []
 
     def remove_running(self, seq_id: SeqId) -> Sequence | None:
-        """Removes a running sequence with its blocks. Returns None if the sequence does not run
-        here.
-        """
+        """Removes a running sequence with its blocks. Returns None if no such sequence runs."""
         return self.running.leave(seq_id) if seq_id in self.running.members else None
 
     def cancel(self, seq_id: SeqId) -> list[Effect]:
@@ -227,7 +225,7 @@ class DecodeScheduler:
     # ------------------------------------------------------------ steps
 
     def schedule(self, budget_tokens: int, now_s: float, *, ahead: bool = False) -> Scheduled:
-        """Returns a row for each running sequence; admits sequences while the pool has room.
+        """Returns a row for each running sequence, and admits sequences while the pool has room.
 
         While a step is in flight (`ahead`), nothing is scheduled if drafts depend on that step, or
         if lack of memory would force the worker to give a sequence back.

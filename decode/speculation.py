@@ -270,9 +270,9 @@ class Speculator:
     def _afford(self, options: list[DraftOption], proposer: Proposer, num_rows: int) -> int:
         """Returns the number of options whose trial the credit pays.
 
-        The credit pays for the expected net cost of the trial; `_settle` later corrects it to the
-        measured cost. The credit pays for all options or for none, unless it is nearly full, so
-        that waiting would not increase it.
+        The credit is reduced by the expected net cost of the trial; `_settle` later corrects this
+        to the measured cost. The credit pays for all options or for none. Only a nearly full
+        credit, which waiting would not increase, may pay for some of the options.
         """
         if not self._cost.is_known:
             return len(options)
@@ -322,9 +322,7 @@ class Speculator:
     def learn(
         self, seq_id: SeqId, proposal: Proposal, *, num_drafted: int, num_accepted: int
     ) -> None:
-        """Learns from a proposal. If a grammar prevented its verification, it counts as
-        rejected.
-        """
+        """Learns from a proposal. A proposal that a grammar prevented counts as rejected."""
         kind = (proposal.proposer, proposal.match_len)
         self._acceptance.learn(seq_id, kind, max(num_drafted, 1), num_accepted)
         if seq_id in self._tried:
@@ -409,8 +407,8 @@ class Speculator:
             self._cost.learn_draft(*_draft_work(rows), times.draft_s)
 
     def _see_plain(self, rows: Sequence[Row], times: StepTimes, before_s: float) -> None:
-        """Records the time of a step without drafts. Skips it if the last step had drafts: caches
-        are cold.
+        """Records the time of a step without drafts, unless caches are cold after a step with
+        drafts.
 
         The host time of this step's look and of the last step's look is subtracted from the credit.
         """
@@ -424,7 +422,9 @@ class Speculator:
             self._cost.see_plain(len(rows), read, step_s)
 
     def _settle(self, rows: Sequence[Row], result: BatchResult, step_s: float) -> None:
-        """Credits the time that a step's drafts gained. If they lost time, reduces the credit."""
+        """Credits the time that a step's drafts gained, or reduces the credit by the time they
+        lost.
+        """
         read = sum([row.end for row in rows]) / THOUSAND
         plain_s = self._cost.recent_plain_s(len(rows), read)
         yielded_s = plain_s * sum([len(outcome.token_ids) for outcome in result.rows]) / len(rows)

@@ -240,8 +240,8 @@ class StepCost:
     def recent_plain_s(self, num_rows: int, read: float) -> float:
         """Returns the predicted time of a step without drafts, scaled to the latest such steps.
 
-        A fitted prediction averages over many steps, so it lags behind changes of the machine's
-        speed.
+        The fitted prediction is an average over many steps, so it follows changes of the machine's
+        speed late.
         """
         return self._pace * self.plain_s(num_rows, read)
 
@@ -280,9 +280,7 @@ _NEARLY = 0.9
 
 
 class TimeCredit:
-    """The credit in seconds for each purpose in `SHARES`. Steps add credit, and spending subtracts
-    it.
-    """
+    """The credit in seconds for each purpose in `SHARES`. Steps add credit; spending reduces it."""
 
     def __init__(self) -> None:
         self._credit_s = dict.fromkeys(SHARES, 0.0)
@@ -319,8 +317,8 @@ class TimeCredit:
         self._credit_s[purpose] = min(self._credit_s[purpose] + seconds, self._most_s(purpose))
 
     def spend(self, purpose: str, seconds: float) -> bool:
-        """Subtracts seconds from the credit. Returns False, and subtracts nothing, if the credit is
-        used up.
+        """Subtracts seconds from the credit. Without credit, returns False and subtracts
+        nothing.
         """
         if self._credit_s[purpose] < seconds:
             return False

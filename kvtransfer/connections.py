@@ -67,13 +67,13 @@ class SourceConnections:
         self._block_bytes = block_bytes
         self._on_end = on_end
         self._links: dict[str, _Connection] = {}  # connections by the source's address
-        # pulls that have ended, unreported while their blocks may still be written
+        # ended pulls that are not reported yet, since their blocks may still be written
         self._ending: list[PullDone | PullFailed] = []
         self._outbox: list[SendToSource] = []
         self._has_mail = False  # True if messages may be waiting that no descriptor reports
 
     def open(self, transports: Sequence[BlockTransport], by_message: ZmqTransport) -> None:
-        """Sets the transports, in order of preference. Each source uses the first one that it
+        """Sets the transports, in order of preference. Each source uses the first that it
         supports.
         """
         self._transports = transports
@@ -192,7 +192,7 @@ class SourceConnections:
     # ------------------------------------------------------------ effects
 
     def perform(self, effects: list[SinkEffect]) -> None:
-        """Performs effects, and the further effects that result from them."""
+        """Performs effects, and all further effects that result from performing them."""
         todo = list(effects)
         while todo:
             effect = todo.pop(0)
@@ -225,7 +225,7 @@ class SourceConnections:
     def _use_source(self, use: UseSource) -> list[SinkEffect]:
         link = self._links[use.address]
         if link.transport is not None or not use.wire.record_bytes:
-            return []  # the source repeated its answer, or gives this rank no bytes
+            return []  # the source has repeated its answer, or gives this rank no bytes
         refused: list[str] = []
         for transport in self._transports:
             try:
@@ -245,9 +245,7 @@ class SourceConnections:
         return self._machine.refuse_source(use.address, f"no transport: {refused[-1]}")
 
     def _open_words(self, way: Transport, use: UseSource) -> SourcesWords | None:
-        """Maps the source's lease words. Does nothing if the source sends its blocks or is on
-        another host.
-        """
+        """Maps the lease words of a source on this host, unless the source sends its blocks."""
         offer = use.source.offers.words
         if way is Transport.ZMQ or (offer is not None and offer.boot_id != boot_id()):
             return None

@@ -201,7 +201,8 @@ class TransferEndpoint:
         assert not self._thread.is_alive(), "the transfer thread did not stop"
         self._poller.close()
         os.close(self._wake_fd)  # closed here, since the thread may end without being woken
-        # These parts refer to this object and to the pool. Dropping them frees the pool at once.
+        # These objects refer to this endpoint and to the pool. Dropping them frees the pool at
+        # once.
         del self._source_end, self._connections, self._by_message, self._nixl, self._blocks
 
     def _open_sink(self, shared: TransferContext, by_memory: Sequence[BlockTransport]) -> None:

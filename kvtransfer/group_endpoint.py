@@ -57,7 +57,8 @@ class RemoteEndpoint(Protocol):
         """Opens the endpoint. Returns the address of its rank.
 
         From now on the endpoint calls `on_report` for each report, in order, on any thread that is
-        not in `perform`. If the rank is lost, it calls `on_lost` once, and `on_report` never again.
+        not in `perform`. If the rank is lost, the endpoint calls `on_lost` once, and `on_report`
+        never again.
         """
         ...
 
@@ -129,7 +130,7 @@ class GroupEndpoint:
         return self._local.transports
 
     def perform(self, order: TransferOrder) -> None:
-        """Gives an order to all ranks. Safe from any thread."""
+        """Queues an order for all ranks. Safe from any thread."""
         self._handle(partial(self._order, order))
 
     def counters(self) -> dict[str, float]:

@@ -52,8 +52,8 @@ class LeaseWords:
         self._set(self._address + WORD_BYTES * place, generation)
 
     def close(self) -> None:
-        """Closes the memory. Sinks that have mapped it read zeros, or detect that this process is
-        dead.
+        """Closes the memory. A sink that has mapped it reads zeros, or detects the process's
+        death.
         """
         self._memory.mapped[:] = bytes(NUM_WORDS * WORD_BYTES)
         self.set(0, 0)  # acts as a memory fence

@@ -51,7 +51,7 @@ def keep_freed_memory() -> None:
 
 
 def boot_id() -> str:
-    """Returns an id of this host that lasts until it restarts."""
+    """Returns an id of this host that lasts until the host restarts."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
@@ -66,14 +66,14 @@ class Region:
 
 
 class Pool(Protocol):
-    """Memory of KV blocks. It remains valid after the endpoint that uses it is closed."""
+    """Memory of KV blocks, which remains valid after the endpoint that uses it is closed."""
 
     num_blocks: int
     block_bytes: int
 
     @property
     def blocks(self) -> Blocks | None:
-        """The pool as [num_blocks, block_bytes] bytes; None if the host cannot reach it."""
+        """The pool as [num_blocks, block_bytes] bytes; None if the host cannot reach the memory."""
         ...
 
     def region(self) -> Region:
@@ -119,7 +119,7 @@ class PrivatePool:
 
 
 class SharedMemory:
-    """Memory without a name, known by a descriptor, that processes of this host can map.
+    """Memory without a name, which processes of this host can map by its descriptor.
 
     The memory is freed once no process has the descriptor open or the memory mapped.
     """
@@ -143,7 +143,8 @@ class SharedMemory:
             except OSError as error:
                 what = f"the KV memory of {num_bytes / 2**20:.0f} MiB"
                 raise OSError(error.errno, error.strerror, what) from error
-            memory.mapped.madvise(mmap.MADV_HUGEPAGE)  # if `shmem_enabled` allows it
+            # huge pages, if the setting `shmem_enabled` allows them
+            memory.mapped.madvise(mmap.MADV_HUGEPAGE)
             return memory
 
     @classmethod
@@ -153,7 +154,7 @@ class SharedMemory:
 
     @classmethod
     def of(cls, fd: int) -> "SharedMemory":
-        """Maps memory that another process made, and takes ownership of the descriptor. Raises
+        """Maps memory that another process made. Takes ownership of its descriptor. Raises
         OSError.
         """
         return cls(fd, mmap.mmap(fd, os.fstat(fd).st_size), mmap.PAGESIZE)
@@ -181,16 +182,14 @@ class SharedPool:
     def __init__(
         self, num_blocks: int, block_bytes: int, memory: SharedMemory | None = None
     ) -> None:
-        """`memory` must have room for at least these blocks. Without `memory`, `open` allocates
-        it.
-        """
+        """`memory` must have room for these blocks. Without `memory`, `open` allocates the pool."""
         assert block_bytes % ALIGNMENT_BYTES == 0
         self.num_blocks = num_blocks
         self.block_bytes = block_bytes
         self._memory = memory
 
     def open(self) -> None:
-        """Allocates the memory unless it was given. Raises OSError."""
+        """Allocates the memory, unless `__init__` was given memory. Raises OSError."""
         if self._memory is None:
             self._memory = SharedMemory.make(self.num_blocks * self.block_bytes)
 
@@ -267,11 +266,11 @@ def map_offer(offer: ShmOffer, num_blocks: int, block_bytes: int) -> Blocks:
 
 
 def touch(blocks: Blocks, block: int) -> bool:
-    """Makes the system allocate a block's pages, without changing their contents. Other threads run
-    meanwhile.
+    """Makes the system allocate a block's pages. Their contents do not change.
 
     Without this, the first write to a page waits for its allocation, which takes four times as long
-    as a copy of the page. Returns False if the system cannot allocate pages in advance.
+    as a copy of the page. Other threads run during the call. Returns False if the system cannot
+    allocate pages in advance.
     """
     num_bytes = blocks.shape[1]
     address = blocks.ctypes.data + block * blocks.strides[0]
@@ -280,7 +279,7 @@ def touch(blocks: Blocks, block: int) -> bool:
 
 
 def host_pool(num_blocks: int, block_bytes: int, transport: Transport) -> PrivatePool | SharedPool:
-    """Returns a pool for that transport. It is shared memory only if other processes may map it."""
+    """Returns a pool for that transport, in shared memory only if other processes may map it."""
     may_share = transport in (Transport.AUTO, Transport.SHM)
     return (SharedPool if may_share else PrivatePool)(num_blocks, block_bytes)
 

@@ -67,9 +67,9 @@ class ShmOffer(msgspec.Struct, frozen=True):
 
 
 class IpcOffer(msgspec.Struct, frozen=True):
-    """A source's pool in a GPU's memory: a CUDA IPC handle for other processes of the same host.
+    """A source's pool in a GPU's memory: a CUDA IPC handle for processes of the same host.
 
-    The pool has `num_bytes` bytes. It starts `offset` bytes after the start of the allocation.
+    The pool has `num_bytes` bytes, and starts `offset` bytes after the allocation's start.
     """
 
     boot_id: str
@@ -136,8 +136,9 @@ class Attach(msgspec.Struct, frozen=True, tag=True):
 
 
 class Hold(msgspec.Struct, frozen=True, tag=True):
-    """Renews a lease. The sink knows `num_known` ready blocks. The source answers Ready or
-    Ended.
+    """Renews a lease of which the sink knows `num_known` ready blocks.
+
+    The source answers Ready or Ended.
     """
 
     lease_id: LeaseId
@@ -191,7 +192,7 @@ class AttachRefused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """Names the computed blocks `first`, `first + 1`, … of a lease, by their ids at the source.
+    """Gives the block ids at the source of the ready blocks `first`, `first + 1`, … of a lease.
 
     `stamp` is the stamp of the Hold that this message answers, if any. `word` is the lease's word,
     if the lease has one.
@@ -205,7 +206,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Data(msgspec.Struct, frozen=True, tag=True):
-    """Announces the next frame, the records of these blocks. `checksum` is the frame's xxh3-64."""
+    """Announces the next frame, which contains these blocks. `checksum` is the frame's xxh3-64."""
 
     lease_id: LeaseId
     indices: list[int]
@@ -213,7 +214,7 @@ class Data(msgspec.Struct, frozen=True, tag=True):
 
 
 class MaySeal(msgspec.Struct, frozen=True, tag=True):
-    """Answers AskSealed: the sink may connect. Until it has connected, blocks come over CURVE.
+    """Answers AskSealed: the sink may connect. Until then, blocks are sent over CURVE.
 
     The stream is sealed with AEGIS in `lanes` lanes.
     """
@@ -222,9 +223,7 @@ class MaySeal(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """The end of a lease. With reason `released`, it was open until the Release of `pull_id`
-    came.
-    """
+    """The end of a lease. After `released`, the lease was open until the Release `pull_id` came."""
 
     lease_id: LeaseId
     reason: Reason

@@ -66,7 +66,7 @@ def holders(layout: KVLayout, source: Shard, sinks: Sequence[Shard]) -> tuple[Sh
 
     These are the sink ranks that get bytes from the source rank. If no sink rank does, because
     other source ranks have the same heads, one sink rank holds the lease nevertheless. So every
-    source rank learns when the sink has received everything.
+    source rank is informed when the sink has received everything.
     """
     given = tuple(sink for sink in sinks if shared_layout(layout, source, sink).block_bytes)
     return given or (sinks[source.rank % len(sinks)],)
@@ -84,9 +84,7 @@ def tiles(layout: KVLayout, sources: Iterable[Shard], sink: Shard) -> bool:
 
 
 def packing(pieces: Sequence[RecordPiece]) -> tuple[RecordPiece, ...]:
-    """Returns the pieces from a source's record to the shared record, both in the source's
-    format.
-    """
+    """Returns the pieces from a source's record to the shared one, both in the source's format."""
     return _merged(
         RecordPiece(piece.source_offset, offset, piece.num_bytes)
         for piece, offset in zip(pieces, _shared_offsets(pieces), strict=True)
@@ -132,9 +130,7 @@ def _shared_layers(layout: KVLayout, source: Shard, sink: Shard, index: int) -> 
 
 
 def _shared_heads(section: KVSection, source: Shard, sink: Shard) -> range:
-    """Returns the heads of a section that a source rank gives to a sink rank, the same in each
-    layer.
-    """
+    """Returns the heads of a section that a source rank gives to a sink rank in each layer."""
     heads = _overlap(source.heads_of(section), sink.heads_of(section))
     if not heads or source.size <= section.num_kv_heads:
         return heads

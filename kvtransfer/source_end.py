@@ -162,7 +162,7 @@ class SourceEnd:
             self._send_away(peer, "unread answers")
             return None
         except zmq.ZMQError as error:
-            # the deadline of the sink or of its lease will end what this message would have ended
+            # the lease then ends by its deadline, or the sink by the silence of the source
             self._count("unsent_messages", 1)
             log.warning("could not send a message to a sink: %s", error)
             return None

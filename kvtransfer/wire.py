@@ -39,7 +39,7 @@ WIDE = (KVFormat.FP32, KVFormat.BF16)
 
 
 class Disagreement(BatonError):
-    """Two workers cannot exchange blocks. `field` names the first field in which they disagree."""
+    """Two workers cannot exchange blocks, because their identities disagree in `field`."""
 
     def __init__(self, field: str) -> None:
         super().__init__(field)

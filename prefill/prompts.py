@@ -29,7 +29,7 @@ class PendingPrompt:
     seq: Sequence
     hands_over: bool  # True if another worker decodes, so the KV is leased to that worker
     number: int  # position in the order of arrival
-    # lease on the offered prefix, held until its pull starts or the lease is given up
+    # lease on the offered prefix, held until the pull starts or the lease is given up
     prefix: LeaseRef | None = None
     # local blocks that the pull writes, which start at the first uncached block
     pulled: tuple[BlockId, ...] = ()
@@ -83,9 +83,9 @@ class WaitingPrompts:
     def start_next(self) -> tuple[PendingPrompt | None, list[Effect]]:
         """Gives the first waiting prompt its blocks, and starts the pull of its prefix.
 
-        Returns the prompt. Its next chunk can run unless the prompt is `pulling`. If memory is
-        short, returns None: the prompt remains the first, and the leases on all prefixes are
-        released.
+        Returns the prompt. The prompt's next chunk can run, unless the prompt is `pulling`. If
+        memory is short, returns None: the prompt remains the first, and the leases on all prefixes
+        are released.
         """
         prompt = next(iter(self.waiting.values()))
         seq, pool = prompt.seq, self._pool
@@ -117,7 +117,7 @@ class WaitingPrompts:
         return StartPull(seq.seq_id, tuple(zip(indices, prompt.pulled, strict=True)))
 
     def _give_up_prefixes(self) -> list[Effect]:
-        """Releases the leases on all prefixes, since a prompt that waits for memory must hold no
+        """Releases the leases on all prefixes. A prompt that waits for memory must hold no
         lease.
         """
         effects: list[Effect] = []

@@ -312,7 +312,7 @@ class PrefillScheduler:
         return [effect for seq_id in dict.fromkeys(mine) for effect in self.cancel(seq_id)]
 
     def on_lease_ended(self, lease_id: LeaseId, reason: str) -> list[Effect]:
-        """Releases the blocks of a lease that ended. Gives back the prompt if its sink is
+        """Releases the blocks of a lease that ended. Gives the prompt back if its sink is
         silent.
         """
         if not self.leases.close(lease_id):

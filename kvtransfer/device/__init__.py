@@ -1,1 +1,1 @@
-"""KV pools in a device's memory: copies to and from them, and sharing with other processes."""
+"""KV pools in a device's memory: copying blocks, and sharing the memory with other processes."""

@@ -90,7 +90,7 @@ class DeviceBlocks:
     def unpack(
         self, wire: Wire, records: Blocks, rows: Sequence[int], block_ids: Sequence[int]
     ) -> int:
-        """Unpacks these rows of `records` to blocks and waits. Returns the checksum of all
+        """Unpacks these rows of `records` to blocks, and waits. Returns the checksum of all
         records.
         """
         there = Rows(records.ctypes.data, wire.record_bytes, rows)
@@ -106,7 +106,7 @@ class DeviceBlocks:
         return checksum(records.data)
 
     def fetch(self, wire: Wire, source: Rows, block_ids: Sequence[int]) -> int:
-        """Queues copies from another pool's blocks to these blocks. Returns the mark after the last
+        """Queues copies from another pool's blocks to these blocks. Returns the mark of the last
         copy.
         """
         num = len(block_ids)
@@ -138,9 +138,7 @@ class DeviceBlocks:
         self.driver.copy(list(merged(copies(pieces, source, sink, num))))
 
     def _rows(self, block_ids: Sequence[int]) -> Rows:
-        """Returns these blocks of the pool as rows. Raises IndexError for a block outside the
-        pool.
-        """
+        """Returns these blocks of the pool as rows. Raises IndexError for an invalid block id."""
         if block_ids and not (min(block_ids) >= 0 and max(block_ids) < self.num_blocks):
             raise IndexError(f"a block is not among the {self.num_blocks} of its pool")
         return Rows(self.address, self.block_bytes, block_ids)
@@ -206,7 +204,5 @@ class DevicePool:
 
 
 def reach(pool: Pool) -> Blocks | DeviceBlocks | None:
-    """Returns the pool in a form that the endpoint can copy from and to; None if there is no such
-    form.
-    """
+    """Returns the pool in a form that the endpoint can copy; None if there is no such form."""
     return pool.device if isinstance(pool, DevicePool) else pool.blocks

@@ -44,9 +44,7 @@ class DeviceCopy(NamedTuple):
 
 
 class SharedAddress(NamedTuple):
-    """Device memory that another process of this host can map: an allocation, and an offset in
-    it.
-    """
+    """Device memory that another process of this host can map: an offset in an allocation."""
 
     handle: bytes
     offset: int
@@ -120,7 +118,7 @@ class CudaDriver:
             self._call("cuMemcpyAsync", *each, self.stream)
 
     def mark(self) -> int:
-        """Records an event after all queued copies, and returns it as a mark for `is_done` and
+        """Marks the end of all queued copies by an event. Returns the mark for `is_done` and
         `wait`.
 
         The event is reused after `is_done` has returned True or `wait` has returned.
@@ -133,7 +131,7 @@ class CudaDriver:
         return event.value
 
     def is_done(self, mark: int) -> bool:
-        """True if all copies that were queued before the mark have ended."""
+        """Returns True if all copies that were queued before the mark have ended."""
         if self._call("cuEventQuery", mark, but=NOT_READY) == NOT_READY:
             return False
         self._idle_events.append(mark)
@@ -161,7 +159,7 @@ class CudaDriver:
         return SharedAddress(bytes(handle.reserved), address - base.value)
 
     def map(self, shared: SharedAddress, num_bytes: int) -> int:
-        """Maps another process's allocation. It must have `num_bytes` bytes after the offset."""
+        """Maps another process's allocation, which must have `num_bytes` bytes after the offset."""
         if len(shared.handle) != HANDLE_BYTES or shared.offset < 0:
             raise DriverError("the handle of the source's memory is none of CUDA")
         base, size = c_uint64(), c_size_t()
@@ -198,7 +196,7 @@ class CudaDriver:
         self._idle_events, self._pinned, self._library = [], [], None
 
     def _call(self, name: str, *arguments: object, but: int = 0) -> int:
-        """Calls a driver function. Raises DriverError unless the result is success or the code
+        """Calls a driver function. Raises DriverError unless it returns success or the code
         `but`.
         """
         assert self._library is not None, "enter() first"

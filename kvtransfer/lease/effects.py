@@ -27,9 +27,7 @@ class SendToSink(msgspec.Struct, frozen=True):
 
 
 class SetWord(msgspec.Struct, frozen=True):
-    """Source: set a lease's word, which sinks read. It is zero before the lease's blocks are
-    reused.
-    """
+    """Source: set a lease's word, which sinks read. Zero means that the lease has ended."""
 
     place: int
     generation: int
@@ -69,7 +67,7 @@ class Fetch(msgspec.Struct, frozen=True):
     indices: tuple[int, ...]  # indices of the blocks in the lease
     source_blocks: tuple[int, ...]  # block ids at the source
     block_ids: tuple[BlockId, ...]  # block ids in the sink's own pool
-    # the lease's word; if it is unchanged after the copy, the blocks are good
+    # lease word; if it has not changed after the copy, the blocks are good
     word: LeaseWord | None = None
 
 
@@ -86,7 +84,7 @@ SinkEffect = SendToSource | UseSource | Fetch | CloseSource | PullDone | PullFai
 RELEASED = "released"
 # reason if the lease was lost before the pull started
 LOST_WHILE_WAITING = "lease was lost while waiting"
-# reasons that a source may give for the end of a lease; each has a counter at the sink
+# reasons for the end of a lease that a source may give; the sink counts each reason
 END_REASONS = {
     RELEASED,
     "revoked",
@@ -107,5 +105,5 @@ class Timing:
     # a source rank keeps messages about an unknown lease for this time, then answers
     early_s: float = 1.0
     hold_every_s: float = 1.0  # a sink renews its leases at this interval
-    reread_s: float = 2.0  # a sink asks again for its blocks after this time without receiving one
+    reread_s: float = 2.0  # a sink asks again for its blocks if none arrives within this time
     silence_s: float = 6.0  # the source counts as dead after this time without an answer

@@ -75,7 +75,7 @@ class _GroupPull:
     open: list[Member]  # members whose parts have not ended
     idle: Collection[Member]  # members that lease blocks but provide no bytes
     wanted: frozenset[int] | None = None  # indices in the lease; None until the pull starts
-    # wanted indices that at least one part failed to bring
+    # wanted indices whose block at least one part failed to bring
     missing: set[int] = field(default_factory=set)
     failure: str | None = None  # reason of the first failed part
     is_ending: bool = False
@@ -122,7 +122,7 @@ class PullGroups:
     def hold(
         self, seq_id: SeqId, leases: Mapping[Member, LeaseRef], *, idle: Collection[Member] = ()
     ) -> list[GroupEffect]:
-        """Orders each member to hold its lease. `idle` members will be asked for no blocks."""
+        """Orders each member to hold its lease. `idle` members provide no bytes."""
         assert seq_id not in self._pulls
         for member in leases:
             if member in self._lost:

@@ -31,7 +31,7 @@ class Means:
 
 @dataclass(slots=True)
 class KnownSource:
-    """A source of which this sink holds a lease, or held one recently."""
+    """A source with a lease that this sink holds, or has held recently."""
 
     address: TransferAddress
     heard_s: float
@@ -47,13 +47,13 @@ class KnownSource:
     pulls: dict[LeaseId, "Pull"] = field(default_factory=dict)  # oldest first
 
     def ask(self, message: ToSource, now_s: float) -> SendToSource:
-        """Returns the message for sending. It starts the deadline for the source's answer."""
+        """Returns the message to send, and starts the deadline for the source's answer."""
         if self.asked_s is None:
             self.asked_s = now_s
         return SendToSource(self.address.address, message)
 
     def deadline_s(self, timing: Timing) -> float:
-        """Returns when to drop the source: if its answer is overdue, or if no pull has used it for
+        """Returns when to drop the source: its answer is overdue, or no pull has used it for
         long.
         """
         if self.asked_s is not None:
@@ -84,13 +84,13 @@ class Pull:
     pull_id: int
     next_hold_s: float
     source_blocks: list[int] = field(default_factory=list)  # ids of the ready blocks at the source
-    word: LeaseWord | None = None  # the lease's word, once known
+    word: LeaseWord | None = None  # the lease's word, once the sink has received it
     # local blocks by index; None while the sequence waits for memory
     wanted: dict[int, BlockId] | None = None
     todo: deque[int] = field(default_factory=deque)  # indices of blocks to ask for, in this order
     asked: set[int] = field(default_factory=set)  # indices of blocks in flight
     asked_s: float = 0.0  # time of the latest request for blocks
-    waiting_s: float = 0.0  # start of the wait for a block; asking again does not reset it
+    waiting_s: float = 0.0  # start of the wait for a block, which asking again does not restart
     # indices of arrived blocks, in order of arrival
     here: dict[int, None] = field(default_factory=dict)
     good: set[int] = field(default_factory=set)  # indices of arrived blocks that are proven correct

@@ -85,7 +85,7 @@ from kvtransfer.messages import (
 from kvtransfer.wire import Disagreement, agree
 
 ABORTED = "aborted"  # reason of a pull that its own worker gave up
-MAX_DAMAGED = 3  # a pull with more damaged messages fails: these are not accidents
+MAX_DAMAGED = 3  # number of damaged messages that may be accidental; after more, the pull fails
 
 
 class SinkMachine:
@@ -154,7 +154,7 @@ class SinkMachine:
         return [pull.wanted[index] for index in pull.todo]
 
     def abort(self, seq_id: SeqId, now_s: float) -> list[SinkEffect]:
-        """Gives up a lease. Once its PullFailed is reported, the pull writes no more."""
+        """Gives up a lease. After its PullFailed is reported, the pull writes no more."""
         pull = self._pulls.get(seq_id)
         return [] if pull is None or pull.done else self._give_up(pull, ABORTED, now_s)
 
@@ -267,8 +267,8 @@ class SinkMachine:
     def damaged(
         self, address: str, lease_id: LeaseId, indices: Sequence[int], now_s: float
     ) -> list[SinkEffect]:
-        """Asks again for blocks with a wrong checksum. Fails the pull after `MAX_DAMAGED` such
-        messages.
+        """Asks again for blocks with a wrong checksum. Fails the pull after `MAX_DAMAGED` of
+        them.
         """
         pull = self._pull_under(address, lease_id)
         if pull is None:

@@ -115,7 +115,7 @@ class _Lease:
     num_holders: int = 1  # number of the sink's ranks that will hold the lease
     # ranks that hold the lease or have held it
     holders: dict[Peer, Shard] = field(default_factory=dict)
-    # present holders, and the time at which each one's hold expires
+    # present holders of the lease, with the time at which each hold expires
     pulling: dict[Peer, float] = field(default_factory=dict)
 
     def admit(self, peer: Peer, rank: _Peer, due_s: float) -> bool:
@@ -246,11 +246,11 @@ class SourceMachine:
         return [effect for lease_id in held for effect in self._end(lease_id, reason)]
 
     def is_attached(self, peer: Peer) -> bool:
-        """True if the peer may ask for blocks."""
+        """Returns True if the peer may ask for blocks."""
         return peer in self._peers
 
     def may_send(self, read: SendBlocks) -> bool:
-        """True if that peer still holds the lease, so the lease's blocks are unchanged."""
+        """Returns True if the peer still holds the lease, so the lease's blocks are unchanged."""
         lease = self._leases.get(read.lease_id)
         return lease is not None and read.peer in lease.pulling
 
@@ -300,7 +300,9 @@ class SourceMachine:
         return Attached(self._incarnation, self._identity, self._num_blocks, self._offers)
 
     def _on_unknown(self, early: _Early) -> list[SourceEffect]:
-        """Answers a message about an unknown lease, or keeps it because the lease may open soon."""
+        """Answers a message about an unknown lease, or keeps the message if the lease may open
+        soon.
+        """
         if len(self._identity.ranks) == 1 or len(self._early) >= MAX_EARLY:
             return [_unknown(early)]
         self._early.append(early)
@@ -321,7 +323,8 @@ class SourceMachine:
             return []
         effects: list[SourceEffect] = []
         if lease.word is not None:
-            # A new lease may use the word's slot at once, since it has a new generation.
+            # A new lease may use the word's slot at once, because the new lease has a new
+            # generation.
             self._free_words.append(lease.word.place)
             effects.append(SetWord(lease.word.place, 0))
         effects.append(LeaseEnded(lease_id, reason))

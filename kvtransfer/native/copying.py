@@ -102,7 +102,7 @@ def copy_records(
 
 
 class RecordCopier:
-    """Copies records repeatedly between the same two arrays, as `copy_records` does.
+    """Copies records repeatedly between the same two arrays, like `copy_records`.
 
     The parts that depend only on the arrays are computed once. That saves as much time as copying
     64 KiB takes.
@@ -128,7 +128,7 @@ class RecordCopier:
             if self._function(*self._sides, len(to), table, len(self._pieces)):
                 return
         sink_records, source_records = self._arrays
-        # finds the error and raises it
+        # repeats the checks, and raises the error that they find
         copy_records(sink_records, sink_ids, source_records, source_ids, self._pieces)
 
 

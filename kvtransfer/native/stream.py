@@ -35,9 +35,7 @@ _NO_RECORDS = np.empty((0, 1), np.uint8)
 
 
 class CannotSeal(BatonError):
-    """Streams cannot be sealed on this host: libsodium lacks AEGIS-128L, or the processor lacks
-    AES.
-    """
+    """Streams cannot be sealed here: libsodium lacks AEGIS-128L, or the processor lacks AES."""
 
 
 class StreamStop(IntEnum):
@@ -60,7 +58,7 @@ class RecordFrame(NamedTuple):
 
     @classmethod
     def of(cls, records: Blocks, ids: Sequence[int]) -> "RecordFrame":
-        """Returns the frame of these rows of `records` [n, record_bytes], whose rows are
+        """Returns the frame of these rows of `records` [n, record_bytes]. Rows must be
         contiguous.
         """
         numbers = array("q", ids)
@@ -117,9 +115,7 @@ def can_seal() -> bool:
 
 
 class SealedStream:
-    """One end of a sealed stream over a non-blocking connection. Only one thread at a time may use
-    it.
-    """
+    """One end of a sealed stream over a non-blocking connection. Used by one thread at a time."""
 
     def __init__(
         self,

@@ -67,9 +67,7 @@ class BlockLoaded:
 
 @dataclass(frozen=True, slots=True)
 class BlockWritten:
-    """A write to a lower tier ended, or failed with `fault`. Its slot of memory is not read any
-    more.
-    """
+    """A write to a lower tier ended, or failed with `fault`. The slot in memory may be reused."""
 
     medium: Medium
     block: BlockHash

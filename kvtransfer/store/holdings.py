@@ -76,9 +76,7 @@ class Holdings:
     # ------------------------------------------------------------ memory
 
     def take(self, num: int) -> list[BlockId]:
-        """Takes up to `num` slots of memory to write to. Fewer are free if too many slots are in
-        use.
-        """
+        """Takes up to `num` slots of memory to write to; fewer if too many slots are in use."""
         slots, evicted = self.memory.take(num)
         self._news += [Evicted(block, Medium.HOST) for block in evicted]
         return slots
@@ -143,7 +141,7 @@ class Holdings:
             self._news.append(Stored(block, parent, (), medium))
 
     def take_place(self, medium: Medium) -> BlockId | None:
-        """Takes a slot of a lower tier to write to. Returns None if all slots are in use."""
+        """Takes a slot of a lower tier to write to; None if all slots are in use."""
         slots, evicted = self.shelves[medium].take(1)
         if medium not in self.off:
             self._news += [Evicted(block, medium) for block in evicted]

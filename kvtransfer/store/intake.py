@@ -170,9 +170,7 @@ class StoreIntake:
     # ------------------------------------------------------------ the next batch
 
     def advance(self, now_s: float, *, num_leases: int) -> list[StoreEffect]:
-        """Asks for the next batch if it is due. `num_leases` leases of sinks are open at this
-        store.
-        """
+        """Asks for the next batch if it is due. `num_leases` is the number of leases of sinks."""
         taking = self._taking
         if taking is not None:
             if taking.slots or now_s < taking.due_s:

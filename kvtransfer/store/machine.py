@@ -148,9 +148,7 @@ class StoreMachine:
         return min((wake for wake in wakes if wake is not None), default=None)
 
     def load(self, open_leases: int, counters: Mapping[str, float]) -> LoadReport:
-        """Returns the store's load: the blocks in memory, and these counters with the machine's
-        counters.
-        """
+        """Returns the store's load: blocks in memory, and `counters` with the machine's own."""
         counts = self.holdings.memory.counts()
         return LoadReport(
             free_blocks=counts.free,

@@ -63,8 +63,7 @@ class Shelf:
     # ------------------------------------------------------------ adding and removing blocks
 
     def take(self, num: int) -> tuple[list[BlockId], list[BlockHash]]:
-        """Takes slots to write to, which may evict blocks. Returns the slots and the evicted
-        blocks.
+        """Takes slots to write to. Returns the slots, and the blocks that were evicted from them.
 
         Returns fewer slots if too many slots are writing, leased or copied.
         """
@@ -85,9 +84,7 @@ class Shelf:
         return BlockId(self._num_touched - 1)
 
     def put(self, slot: BlockId, block: BlockHash, parent: BlockHash | None, now_s: float) -> bool:
-        """Ends a write: the slot now has this block. Returns False if another slot has the block
-        already.
-        """
+        """Ends a write: the slot has this block. Returns False if another slot has the block."""
         self._writing.remove(slot)
         if block in self._slots:
             self._settle(slot)
@@ -127,9 +124,7 @@ class Shelf:
         self.eviction.use(blocks, now_s)
 
     def drop(self, block: BlockHash) -> BlockId | None:
-        """Removes a block and returns its slot. The slot is freed once no lease or copy needs
-        it.
-        """
+        """Removes a block. Returns its slot, which is freed once no lease or copy needs it."""
         slot = self._slots.get(block)
         if slot is not None:
             self.eviction.remove(block)
@@ -148,8 +143,7 @@ class Shelf:
             self._let_go(self._leased, slot)
 
     def begin_copy(self, slot: BlockId) -> None:
-        """Keeps a cached block in its slot until `end_copy`, while the block is copied to another
-        tier.
+        """Keeps a cached block in its slot until `end_copy`, for a copy to another tier.
 
         Several tiers may copy a block at the same time.
         """

@@ -1,8 +1,8 @@
 """Copies of blocks from a store's memory to its lower tiers.
 
 A block is written to the disk soon after it arrives (`through`), or once a prompt has used it
-(`used`), or never (`off`). Writes wait while blocks are read from the disk. If a block is evicted
-from memory before it is written, it is only counted. So a slow disk never delays the store.
+(`used`), or never (`off`). Writes wait while blocks are read from the disk. A block that is evicted
+from memory before its write is counted, and not written. So a slow disk never delays the store.
 """
 
 from collections import Counter, OrderedDict

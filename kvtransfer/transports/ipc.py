@@ -96,9 +96,7 @@ class DeviceTransport:
         return news
 
     def cancel(self, seq_id: SeqId) -> bool:
-        """Returns True while copies of the sequence are queued. These cannot be stopped, but end
-        soon.
-        """
+        """Returns True while copies of the sequence are queued. Queued copies cannot be stopped."""
         return any(fetch.seq_id == seq_id for _, fetch in self._reads.values())
 
     def close(self, address: str) -> None:

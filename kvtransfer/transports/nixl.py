@@ -112,8 +112,8 @@ class NixlTransport:
         count: Callable[[str, float], None],
         clock: Clock | None = None,
     ) -> None:
-        """`name` must differ from the names of all agents, also earlier ones: include the process
-        in it.
+        """`name` must differ from all agents' names, also earlier ones; it must name the
+        process.
         """
         assert region.num_bytes % record_bytes == 0
         self._record_bytes = record_bytes
@@ -203,7 +203,7 @@ class NixlTransport:
         return self._news()
 
     def poll(self, ready: Collection[int], *, may_wait: bool) -> Sequence[FetchEnd]:
-        """Returns the reads that have ended or failed, and write no more."""
+        """Returns the reads that have ended or failed. These reads write no more."""
         failure = None
         for read_id, read in list(self._reads.items()):
             failure = self._advance(read_id, read) or failure
@@ -218,9 +218,7 @@ class NixlTransport:
         return self._news()
 
     def cancel(self, seq_id: SeqId) -> bool:
-        """Cancels the reads of a sequence. Returns True while at least one of them may still
-        write.
-        """
+        """Cancels the reads of a sequence. Returns True while one of them may still write."""
         reads = [read for read in self._reads.values() if read.fetch.seq_id == seq_id]
         for read in reads:
             if read.cancelled_s is None:

@@ -119,7 +119,7 @@ class NixlLink:
             raise TransportUnavailable(f"source cannot be reached: {error}") from error
 
     def prepare(self, here: Sequence[int], there: Sequence[int]) -> Any:
-        """Returns a prepared READ of these descriptors. The caller must post it to start it."""
+        """Returns a prepared READ of these descriptors. Posting the READ starts it."""
         local, remote = self._sides
         return self.nixl.make_prepped_xfer("READ", local, here, remote, there)
 
@@ -198,7 +198,7 @@ def _bind_system_libnl() -> None:
 def _errors(api: Any) -> tuple[type[Exception], ...]:
     """Returns the types of exceptions that NIXL raises.
 
-    These are NIXL's own types, which have no common base, and the standard ones of C++.
+    These are NIXL's own types, which have no common base, and standard types of C++.
     """
     members = vars(api.nixlBind).values()
     own = [m for m in members if isinstance(m, type) and issubclass(m, Exception)]

@@ -137,9 +137,7 @@ class SealedLink:
     """A sink's connection to a source."""
 
     def __init__(self) -> None:
-        """Makes no connection yet: call `connect` once the source has answered the message
-        `ask`.
-        """
+        """Makes no connection: call `connect` once the source has answered the message `ask`."""
         half = GREETING_BYTES // 2
         self.ask = AskSealed(
             secrets.token_bytes(half),
@@ -181,7 +179,7 @@ class SealedLink:
         return -1 if self._connection is None else self._connection.fileno()
 
     def read(self, message: Read) -> bool:
-        """Asks the source for blocks. Returns False if the message must be sent over CURVE."""
+        """Asks the source for blocks. Returns False if this message must be sent over CURVE."""
         if self._stream is None or not self._stream.note(encode(message)):
             return False
         return self._flush() is not StreamStop.LOST
@@ -395,7 +393,7 @@ class SealedSink:
 
 
 def prepare(connection: socket.socket, timing: Timing) -> None:
-    """Makes a connection non-blocking, and makes the system close it if the peer has vanished."""
+    """Makes a connection non-blocking. The system closes it if the peer has vanished."""
     connection.settimeout(0)
     silence_ms = max(1, int(1000 * timing.silence_s))
     for level, option, number in (

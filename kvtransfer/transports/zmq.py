@@ -131,9 +131,7 @@ class ZmqTransport:
         return msgspec.structs.replace(offers, sends=self._pool is not None, sealed_port=port)
 
     def open(self, use: UseSource) -> Means:
-        """Asks the source for a sealed stream. Until the stream exists, blocks arrive over
-        CURVE.
-        """
+        """Asks the source for a sealed stream. Until that exists, blocks arrive over CURVE."""
         if not use.source.offers.sends:
             raise TransportUnavailable("source cannot send what is in a GPU's memory", None)
         if self._pool is None:
@@ -158,8 +156,8 @@ class ZmqTransport:
     def place(
         self, address: str, data: Data, payload: memoryview, places: Sequence[BlockId | None]
     ) -> FetchEnd:
-        """Writes records that arrived over CURVE to their places. A place is None if no pull waits
-        for the block.
+        """Writes records that arrived over CURVE to their places: None if no pull waits for the
+        block.
 
         The checksum is known only after the records are written. Their places belong to this pull
         alone, so no other data is overwritten. Damaged blocks are asked for again, or the pull
@@ -202,8 +200,8 @@ class ZmqTransport:
 
     @property
     def has_work(self) -> bool:
-        """True if blocks are waiting to be sent, and no descriptor will report when they can be
-        sent.
+        """True if blocks wait to be sent, and no descriptor will report when sending is
+        possible.
         """
         sealed = self.sealed_source
         return sealed.has_more or any(sealed.can_send(peer) for peer in self._queued)

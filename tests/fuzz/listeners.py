@@ -1,4 +1,4 @@
-"""A process with all listeners of a worker, and clients that send it unauthenticated bytes."""
+"""A process with all listeners of a worker, and clients that send unauthenticated bytes."""
 
 import asyncio
 import multiprocessing
@@ -88,7 +88,7 @@ def _serve(told: Any) -> None:
 
 @contextmanager
 def listening() -> Iterator[Listeners]:
-    """Runs the listeners in a process. Asserts at the end that it is still alive, and kills it."""
+    """Runs the listeners in a process. Asserts at the end that the process lives, and kills it."""
     context = multiprocessing.get_context("spawn")
     told = context.Queue()
     process = context.Process(target=_serve, args=(told,), daemon=True)

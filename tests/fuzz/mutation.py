@@ -1,4 +1,4 @@
-"""Mutates valid messages so that decoders accept more of them than of random bytes.
+"""Mutates valid messages. Decoders accept more of the mutated messages than of random bytes.
 
 A message is a tuple of frames. A script is the list of messages that one peer sends, in order. A
 mutation of the script loses, repeats or moves a message. A mutation of a message loses, repeats or
@@ -107,7 +107,7 @@ def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _another(value: Any, rng: random.Random) -> Any:
-    """Returns another random value, mostly of the same type, which the decoder accepts more
+    """Returns another random value, usually of the same type, since decoders accept that more
     often.
     """
     if rng.random() < 0.1:

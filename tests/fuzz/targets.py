@@ -282,9 +282,7 @@ def attack_sink(world: World, script: Script) -> None:
 
 
 def _check_arrived(world: World, script: Script, end: PullDone | PullFailed) -> None:
-    """Asserts that every block reported as good has bytes that the source offered or sent for
-    it.
-    """
+    """Asserts that every good block has the bytes that the source offered or sent for it."""
     offered = {row.tobytes() for row in world.offered.blocks}
     for index, block in WANTED:
         if isinstance(end, PullDone) or index in end.arrived:

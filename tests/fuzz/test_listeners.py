@@ -1,6 +1,4 @@
-"""Unauthenticated bytes at each listener of a worker do not stop it serving clients with the
-secret.
-"""
+"""Unauthenticated bytes at a worker's listeners do not stop service to clients with the secret."""
 
 import random
 from collections.abc import Iterator

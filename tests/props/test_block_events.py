@@ -216,9 +216,7 @@ class TellingWorker(RuleBasedStateMachine):
                 assert gateway.knows() == self.states[gateway.news._next]
 
     def teardown(self) -> None:
-        """Advances the clock and answers every request: then the gateways know all cached
-        blocks.
-        """
+        """Advances the clock and answers every request, so that gateways know all cached blocks."""
         for number, gateway in enumerate(self.gateways):
             gateway.batches.clear()  # undelivered batches are not needed
             for _ in range(20):

@@ -98,7 +98,7 @@ class Process:
 
 
 class Source:
-    """A worker, or a rank of one, that leases out blocks. It keeps its address when it restarts."""
+    """A worker, or a rank of one, that leases out blocks. Its address survives restarts."""
 
     def __init__(self, world: "World", name: str, identity: Identity) -> None:
         self.world = world
@@ -215,9 +215,7 @@ class Pull:
 
 
 class Sink:
-    """A worker, or a rank of one, that pulls: it copies at once, or sends Read and receives
-    Data.
-    """
+    """A worker, or a rank of one, that pulls: by copying at once, or by Read and Data."""
 
     def __init__(
         self, world: "World", name: str, *, identity: Identity, copies_at_once: bool, window: int
@@ -504,9 +502,7 @@ def disturb(world: World, rng: random.Random, faults: frozenset[str], pull: Pull
 
 
 def end_in_a_copy(world: World, rng: random.Random, fetch: Fetch) -> None:
-    """Sometimes ends a lease while its blocks are being copied, and reuses the blocks for another
-    lease.
-    """
+    """Sometimes ends a lease while its blocks are copied, and reuses the blocks for another."""
     if rng.random() > 0.1:
         return
     source = world.sources[fetch.address]
@@ -517,9 +513,7 @@ def end_in_a_copy(world: World, rng: random.Random, fetch: Fetch) -> None:
 
 
 def busy_day(world: World, rng: random.Random, faults: frozenset[str]) -> list[Pull]:
-    """Runs leases that grow step by step, with faults. Returns their pulls, all of which have
-    ended.
-    """
+    """Runs leases that grow step by step, with faults. Returns their pulls, which have ended."""
     if "end in a copy" in faults:
         world.meanwhile = partial(end_in_a_copy, world, rng)
     if "no word" in faults:
@@ -560,9 +554,7 @@ def busy_day(world: World, rng: random.Random, faults: frozenset[str]) -> list[P
 
 
 def sinks_of_a_lease(world: World, rng: random.Random) -> list[Sink]:
-    """Returns the sinks that pull under a new lease: all ranks of one worker, or one of two
-    workers.
-    """
+    """Returns the sinks that pull under a new lease: all ranks of a worker, or one worker."""
     sinks = world.sinks if world.are_ranks else [rng.choice(world.sinks)]
     return [sink for sink in sinks if not sink.is_dead]
 
@@ -597,9 +589,7 @@ def test_on_a_bad_network_every_pull_ends_once_and_correctly(seed):
 
 
 def one_pull(*, copies_at_once: bool, offers: Offers = NO_WORDS) -> tuple[World, Source, Pull]:
-    """Returns a held lease of two blocks. One block is ready, and the sink has been informed of
-    it.
-    """
+    """Returns a held lease of two blocks. One block is ready, and the sink knows that."""
     world = World(
         copies_at_once=(copies_at_once,) * NUM_SINKS, windows=(64,) * NUM_SINKS, offers=offers
     )

@@ -123,7 +123,7 @@ def next_token(token_ids: list[int]) -> int:
 
 
 def answer_to(request: Request) -> tuple[list[int], FinishReason]:
-    """Returns the only correct answer to a request. It does not depend on the worker."""
+    """Returns the only correct answer to a request, which does not depend on the worker."""
     token_ids = list(request.token_ids)
     while True:
         token_ids.append(next_token(token_ids))
@@ -208,9 +208,7 @@ class FakeWorker:
         return self.role.prefills if kind is Prefill else self.role.decodes or self.is_local
 
     def _hand_over(self, seq_id: str, as_seq_id: str) -> None:
-        """Hands a sequence over to another worker; opens a lease only if the sequence is
-        decoding.
-        """
+        """Hands a sequence over to another worker. Only a decoding sequence gets a lease."""
         seq = self.seqs.get(seq_id)
         is_decoding = seq is not None and (seq.decoding or (seq.kind is Generate and seq.kv_here))
         lease = None
@@ -401,7 +399,7 @@ class World:
         self.workers: dict[str, FakeWorker] = {}
         self.clients: dict[str, Client] = {}
         self.placed: dict[str, str] = {}  # the worker of each attempt
-        # followers placed with their leader (True) or elsewhere (False)
+        # number of followers placed with their leader (True), or with another worker (False)
         self.num_followers: Counter[bool] = Counter()
 
     # ------------------------------------------------------------ what can happen
@@ -447,7 +445,7 @@ class World:
             worker.change_role(role)
 
     def publish(self, store: FakeWorker, rng: random.Random) -> None:
-        """Makes a store report which blocks of a prompt it keeps, on a known or an unknown
+        """Makes a store report the blocks of a prompt that it keeps, on a known or unknown
         medium.
         """
         if store.role is not Role.STORE or not self.clients:
@@ -509,9 +507,7 @@ class World:
         assert wake_s is None or wake_s > self.now_s, "a deadline was passed over"
 
     def run_down(self, rng: random.Random) -> None:
-        """Runs until all requests have ended, without faults and without the load of other
-        gateways.
-        """
+        """Runs until all requests have ended, without faults or other gateways' load."""
         for worker in self.workers.values():
             self.change_role(worker, ROLES[worker.name[0]])
             worker.report(rng, others=0.0)
@@ -592,7 +588,7 @@ class World:
         self.workers[worker_id].inbox.append(encode_frame([message]))
 
     def _check_follower(self, worker_id: str, seq_id: str) -> None:
-        """Asserts that a follower was placed after its leader's prompt was computed, or after it
+        """Asserts that a follower was placed only after its leader's prompt was computed or
         failed.
         """
         name, _, attempt = seq_id.partition(".")

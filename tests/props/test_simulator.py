@@ -1,7 +1,7 @@
 """For every trace and cluster, leaping over steps gives the results of single steps.
 
-No request is lost, with stores too. The router is given the costs. If it learned the costs, it
-would see a leap over several steps as one sample.
+No request is lost, in clusters with stores too. The router is given the costs. If it learned the
+costs, it would see a leap over several steps as one sample.
 """
 
 import msgspec
@@ -88,9 +88,7 @@ def test_leaping_equals_stepping_and_every_answer_is_complete(trace, setup, poli
 
 @st.composite
 def returning(draw):
-    """Returns prompts of a few families. They return after small workers have evicted their
-    blocks.
-    """
+    """Returns prompts of a few families, which return after small workers evicted their blocks."""
     requests, at_s = [], 0.0
     for family in draw(st.lists(st.integers(0, 3), min_size=8, max_size=20)):
         at_s += draw(st.sampled_from((0.05, 1.0, 8.0)))

@@ -127,7 +127,7 @@ class RawSource:
         return Attached(self.address.incarnation, IDENTITY, NUM_OFFERED, Offers(shm=shm))
 
     def end(self, sink: Worker) -> list[PullDone | PullFailed]:
-        """Waits until the sink has handled all messages, and all pulls from this source have
+        """Waits until the sink has handled all messages, and all pulls from the source have
         ended.
         """
         sink.hold("last", LeaseRef(LeaseId("last"), self.address, 1))
@@ -304,9 +304,7 @@ def test_an_empty_file_is_not_mapped(offered):
 
 
 def test_memory_that_its_owner_could_take_away_is_not_mapped():
-    """A page that no longer exists kills the process that reads it, so only sealed memory is
-    mapped.
-    """
+    """Reading a page that no longer exists kills the process, so only sealed memory is mapped."""
     fd = os.memfd_create("unsealed")
     os.ftruncate(fd, LAYOUT.block_bytes)
     offer = ShmOffer(boot_id(), os.getpid(), fd, os.fstat(fd).st_ino, LAYOUT.block_bytes)

@@ -1,6 +1,4 @@
-"""Workers of several ranks: each rank of a sink pulls its share from the source ranks that have
-it.
-"""
+"""Workers of several ranks: a sink rank pulls its share from the source ranks that have it."""
 
 from typing import Any
 

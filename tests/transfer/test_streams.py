@@ -163,9 +163,7 @@ def sealed_bytes(*notes, lanes=1):
 
 
 def heard(raw, key=KEY, lanes=1):
-    """Returns what a sink's stream receives from these bytes, after which the connection is
-    closed.
-    """
+    """Returns what a sink's stream receives if the connection closes after these bytes."""
     ours, theirs = socket.socketpair()
     ours.settimeout(0)
     hears = SealedStream(ours, key, is_source=False, others=-1, lanes=lanes)

@@ -335,9 +335,7 @@ def write_draft_card(
 def lessons_of(
     target: Path, prompts: Prompts, cache: Path | None, *, seconds: float, rng: random.Random
 ) -> list[Lessons]:
-    """Returns the lessons in the file `cache`. If the file is missing, makes lessons and writes
-    it.
-    """
+    """Returns the lessons in the file `cache`. If it is missing, makes and writes the lessons."""
     if cache is not None and cache.exists():
         return [Lessons(*tensors) for tensors in torch.load(cache)]
     lessons = on_policy.gather(target, prompts, seconds=seconds, rng=rng, clock=MonotonicClock())

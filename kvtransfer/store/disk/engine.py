@@ -92,8 +92,7 @@ class DiskEngine(Protocol):
     def cancel(self, tag: int) -> None:
         """Cancels an operation: a read no longer writes to its row, a write leaves no header.
 
-        After this returns, the caller may reuse the row. The outcome of the operation still
-        follows.
+        After this returns, the caller may reuse the row. The operation's outcome still follows.
         """
 
     def close(self, timeout_s: float) -> bool:
@@ -110,9 +109,7 @@ def reason_of(error: int) -> str:
 
 
 class DiskHealth:
-    """Turns a disk off after failures in a row. `off_reason` is the reason, or None while it is
-    on.
-    """
+    """Turns a disk off after failures in a row. `off_reason` is None while the disk is on."""
 
     def __init__(self, most_failures: int, *, pause_s: float = 1.0, most_pause_s: float = 60.0):
         self.off_reason: str | None = None
@@ -125,9 +122,7 @@ class DiskHealth:
         self._is_trying = False
 
     def admits(self, now_s: float) -> bool:
-        """Returns True if the disk may be used now. While it is off, one trial per pause is
-        allowed.
-        """
+        """Returns True if the disk may be used now: it is on, or the next trial is due."""
         if self.off_reason is None:
             return True
         if self._is_trying or now_s < self._retry_at_s:

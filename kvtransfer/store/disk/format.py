@@ -158,9 +158,7 @@ def disk_checksum(content: bytes | bytearray | memoryview) -> int:
 def judge(
     headers: Headers, first_slot: int, geometry: DiskGeometry, checksums: Checksums
 ) -> npt.NDArray[np.uint8]:
-    """Returns a HeaderVerdict for each entry of a part of the table that begins at slot
-    `first_slot`.
-    """
+    """Returns a HeaderVerdict for each entry of a part of the table, from slot `first_slot` on."""
     num_headers = len(headers)
     words = headers.view("<u8").reshape(num_headers, HEADER_BYTES // 8)
     slots = np.arange(first_slot, first_slot + num_headers, dtype=np.uint64)
@@ -195,7 +193,7 @@ def claimed(headers: Headers) -> RecoveredBlocks:
 
 
 def merged(pieces: Sequence[RecoveredBlocks]) -> RecoveredBlocks:
-    """Returns the blocks of all pieces, oldest first. If a hash occurs twice, only the latest block
+    """Returns the blocks of all pieces, oldest first. Of blocks with equal hashes, only the latest
     is kept.
 
     There must be at least one piece.

@@ -31,7 +31,7 @@ class SlabGrowth:
         self.fault: str | None = None  # reason if the latest allocation failed
 
     def open_known(self, now_s: float) -> None:
-        """Opens the existing slabs, and allocates a first slab if there is none.
+        """Opens the existing slabs, and allocates a first slab if none exists.
 
         After a fault there are fewer slots.
         """

@@ -34,8 +34,7 @@ class RecoveryTime:
 
 
 def measure_recovery(directory: Path, num_blocks: int, *, seed: int = 0) -> RecoveryTime:
-    """Measures a recovery of blocks with synthetic headers. Creates files in `directory`, and
-    removes it.
+    """Measures a recovery of blocks with synthetic headers. Creates and removes `directory`.
 
     The table is in the page cache. 4 KiB are allocated for each slot, but not written. Raises
     DirectoryInUse, DiskUnusable, and OSError if the disk is full.
@@ -71,9 +70,7 @@ def _write_files(directory: Path, geometry: DiskGeometry, rng: np.random.Generat
 
 
 def _headers(geometry: DiskGeometry, rng: np.random.Generator) -> Headers:
-    """Returns headers of random blocks in random order. Each block is the child of the one
-    before.
-    """
+    """Returns headers of random blocks in random order. Each block's parent is the one before."""
     num_blocks = geometry.max_slots
     headers = np.zeros(num_blocks, HEADER)
     headers["magic"], headers["version"] = np.void(MAGIC), VERSION

@@ -91,7 +91,7 @@ class DiskRead:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DiskWrite:
-    """Writes `row` to a slot and replaces its block. `row` must not change meanwhile."""
+    """Writes `row` to a slot, whose block it replaces. `row` must not change during the write."""
 
     slot: int
     block_hash: bytes
@@ -204,9 +204,7 @@ class DiskTier:
 
     @property
     def num_slots(self) -> int:
-        """The number of allocated slots, which are 0 … num_slots - 1. It grows when slabs are
-        allocated.
-        """
+        """The number of allocated slots, from slot 0 on. The number grows with each new slab."""
         return self._files.num_slots
 
     @property
@@ -242,15 +240,11 @@ class DiskTier:
         return dict(self._counters)
 
     def read(self, requests: Sequence[DiskRead], now_s: float) -> int:
-        """Starts the first of these requests, up to `room`. Returns the number of started
-        requests.
-        """
+        """Starts as many of these requests as `room` allows. Returns their number."""
         return self._accept(DiskVerb.READ, requests, now_s)
 
     def write(self, requests: Sequence[DiskWrite], now_s: float) -> int:
-        """Starts the first of these requests, up to `room`. Returns the number of started
-        requests.
-        """
+        """Starts as many of these requests as `room` allows. Returns their number."""
         return self._accept(DiskVerb.WRITE, requests, now_s)
 
     def remove(self, slot: int, now_s: float) -> None:
@@ -309,7 +303,7 @@ class DiskTier:
             self._start(flight, now_s)
 
     def _start(self, flight: _Flight, now_s: float) -> None:
-        """Submits the first flight of a slot to the engine, or ends it with a reason."""
+        """Submits the first request of a slot to the engine, or ends it with a reason."""
         reason = self._refusal(flight, now_s)
         if reason is not None:
             self._end(flight, reason, now_s)

@@ -45,8 +45,8 @@ class LeafLru:
             self._queue.freed(parent)
 
     def choose(self, num_blocks: int, may_go: MayGo) -> list[BlockHash]:
-        """Removes and returns the oldest leaves that may go. After all leaves, the deepest blocks
-        follow.
+        """Removes and returns victims: the oldest leaves that may go, then the deepest other
+        blocks.
         """
         chosen: list[BlockHash] = []
         while len(chosen) < num_blocks:

@@ -262,8 +262,8 @@ class LeafWorth:
                 record.num_kept += 1
 
     def _release(self, blocks: Sequence[BlockHash], key: str, which: int) -> None:
-        """Moves blocks that this key's hints keep, and that no live session has, to another
-        class.
+        """Changes the class of blocks that this key's hints keep, unless a live session has
+        them.
         """
         for block in reversed(blocks):
             facts = self._facts.get(block)

@@ -150,7 +150,7 @@ class LeafQueue:
             heappush(self._freed, (tick, block))
 
     def oldest(self, may_go: MayGo) -> BlockHash | None:
-        """Returns the least recently used leaf that may go; None if there is none.
+        """Returns the least recently used leaf that may be evicted; None if there is no such leaf.
 
         Blocks that may not go are set aside until `restore`.
         """
@@ -235,7 +235,7 @@ class LeafStack:
                 self._entries.insert(place, entry)
 
     def newest(self, may_go: MayGo) -> BlockHash | None:
-        """Returns the most recently used leaf that may go; None if there is none.
+        """Returns the most recently used leaf that may be evicted; None if there is no such leaf.
 
         Blocks that may not go are set aside until `restore`.
         """
@@ -266,7 +266,7 @@ class LeafStack:
 
 
 def rest(forest: Forest, num_blocks: int, may_go: MayGo) -> Iterable[BlockHash]:
-    """Returns blocks that may go although they have cached children, the deepest first.
+    """Returns blocks with cached children that may be evicted, the deepest first.
 
     Call this only if no leaf is left, because the cost grows with the size of the tier.
     """

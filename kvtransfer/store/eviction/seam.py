@@ -23,8 +23,7 @@ from engine.worker.blocks import BlockHash
 
 
 class SessionUsed(msgspec.Struct, frozen=True, tag=True):
-    """A request of a session read or stored these blocks, which are its whole prompt, first block
-    first.
+    """A request of a session read or stored these blocks: its whole prompt, first block first.
 
     `keep_s`: seconds within which the client expects the session's next request.
     """
@@ -71,7 +70,7 @@ class Eviction(Protocol):
         """True if the tier has the block."""
 
     def add(self, block: BlockHash, parent: BlockHash | None, now_s: float) -> None:
-        """Adds a block that was just stored. Does nothing if the tier already has it."""
+        """Adds a block that was just stored. Does nothing if the tier already has the block."""
 
     def add_all(self, links: Iterable[Link], now_s: float) -> None:
         """Adds the blocks found when the store starts, the least recently used first."""
@@ -83,17 +82,14 @@ class Eviction(Protocol):
         """
 
     def remove(self, block: BlockHash) -> None:
-        """Removes a block that left the tier in another way than by `choose`. Ignores unknown
-        blocks.
-        """
+        """Removes a block that left the tier without `choose`. Unknown blocks are ignored."""
 
     def choose(self, num_blocks: int, may_go: MayGo) -> list[BlockHash]:
-        """Chooses blocks to evict, and removes them from the policy. Returns them in order of
-        eviction.
+        """Chooses blocks to evict, and removes them from the policy.
 
-        Returns fewer blocks if too few may go. `may_go` returns False for a block that a lease or a
-        running write needs. A block with a cached child is chosen only after every leaf that may
-        go.
+        Returns the blocks in the order in which they should be evicted. Returns fewer blocks if too
+        few may go. `may_go` returns False for a block that a lease or a running write needs. A
+        block with a cached child is chosen only after every leaf that may go.
         """
 
     def hint(self, hint: SessionHint, now_s: float) -> None:

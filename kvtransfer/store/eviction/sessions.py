@@ -33,9 +33,7 @@ class HintBudget:
 
     @staticmethod
     def of_tier(num_blocks: int) -> "HintBudget":
-        """Returns the budget for a tier: a key's sessions may keep a quarter of it, its pins a
-        sixteenth.
-        """
+        """Returns a key's budget: a quarter of the tier for sessions, and a sixteenth for pins."""
         return HintBudget(num_blocks // 4, num_blocks // 16, num_blocks // 4)
 
 

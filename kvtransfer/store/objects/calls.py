@@ -127,11 +127,10 @@ class CallThreads:
         otherwise: T,
         timeout_s: float,
     ) -> "Future[T]":
-        """Queues a call, unless too many are waiting or calls are off. The future cannot be
-        cancelled.
+        """Queues a call, unless too many calls are waiting or calls are off.
 
-        The future gets the result within `timeout_s`, or else `otherwise`. It raises only errors
-        that are bugs.
+        The future gets the result within `timeout_s`, or else `otherwise`. The future cannot be
+        cancelled, and raises only errors that are bugs.
         """
         with self._changed:
             now_s = self._clock.now_s()
@@ -157,9 +156,7 @@ class CallThreads:
         return CallFault.BUSY if len(lane.waiting) >= self._max_waiting else None
 
     def _end(self, calls: list[TimedCall[Any]], fault: CallFault) -> None:
-        """Sets the futures of ended calls. Called without the lock, because futures run
-        callbacks.
-        """
+        """Sets the futures of ended calls. Called without the lock, since futures run callbacks."""
         for call in calls:
             self._count(fault)
             call.future.set_result(call.otherwise)
@@ -178,8 +175,8 @@ class CallThreads:
         self._threads.add(thread)
 
     def _serve(self, lane: _Lane) -> None:
-        """Runs the calls of a lane, one after another, until the lane is closed or the thread is
-        replaced.
+        """Runs the calls of a lane, one after another, until closed or replaced by another
+        thread.
         """
         while (call := self._next(lane)) is not None:
             result: Any = None

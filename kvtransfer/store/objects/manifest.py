@@ -56,9 +56,7 @@ class ManifestFault(StrEnum):
 
 
 class ManifestBlock(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A block of a segment: `length` bytes from `offset` on. `checksum` is the xxh3-64 of these
-    bytes.
-    """
+    """A block in a segment: `length` bytes from `offset` on, whose xxh3-64 is `checksum`."""
 
     block_hash: _Digest
     parent: _Digest | None
@@ -97,9 +95,7 @@ _body = msgspec.msgpack.Decoder(_Body)
 def describe_blocks(
     blocks: Sequence[tuple[BlockHash, BlockHash | None]], payload: bytes, block_bytes: int
 ) -> tuple[ManifestBlock, ...]:
-    """Returns manifest entries for blocks, given as (hash, parent), that fill `payload` in
-    order.
-    """
+    """Returns manifest entries for blocks (hash, parent) that fill `payload` in order."""
     view = memoryview(payload)
     return tuple(
         ManifestBlock(block_hash, parent, start, block_bytes, checksum(view[start:][:block_bytes]))
@@ -116,8 +112,7 @@ def encode_manifest(terms: SegmentTerms, blocks: Sequence[ManifestBlock]) -> byt
 
 
 def decode_manifest(data: bytes, terms: SegmentTerms) -> tuple[ManifestBlock, ...] | ManifestFault:
-    """Returns the blocks of the segment with these terms, or the reason why the manifest is
-    unusable.
+    """Returns the blocks of the segment with these terms, or why the manifest is unusable.
 
     Each returned block lies within the segment and has `block_bytes` bytes. No hash occurs twice.
     """
@@ -157,9 +152,7 @@ _OBJECT = re.compile(r"(([0-9a-f]{10})-[0-9a-f]{16}-[0-9a-f]{8})\.(manifest|segm
 
 
 class ObjectFacts(NamedTuple):
-    """A listed object. `modified_s` is in seconds since 1970, or None if the store does not provide
-    it.
-    """
+    """A listed object. `modified_s` is in seconds since 1970; None if the store does not say."""
 
     name: str
     num_bytes: int
@@ -220,7 +213,7 @@ def pair_objects(objects: Iterable[ObjectFacts]) -> list[ListedSegment]:
 def find_garbage(
     segments: Iterable[ListedSegment], bad: Collection[str], writer: str, now_s: float
 ) -> Iterator[str]:
-    """Yields the names of old segments that are incomplete or unusable for ever.
+    """Yields the names of old segments that are incomplete or unusable.
 
     `bad` are the names of segments with an unusable manifest. `now_s` is in seconds since 1970.
     Another writer may not have written its segment's manifest yet, so only segments that are a day

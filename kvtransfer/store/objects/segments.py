@@ -165,8 +165,9 @@ class SegmentIndex:
         return victims
 
     def plan_reads(self, hashes: Iterable[BlockHash]) -> list[SegmentRead]:
-        """Returns the ranges that contain these blocks. Adjacent blocks share a range; unknown
-        blocks have none.
+        """Returns the ranges that contain these blocks. Adjacent blocks share a range.
+
+        Unknown blocks have no range.
         """
         by_segment: dict[str, list[ManifestBlock]] = {}
         for block_hash in dict.fromkeys(hashes):

@@ -59,7 +59,7 @@ from kvtransfer.store.objects.segments import (
 T = TypeVar("T")
 
 MANIFESTS_PER_READ = 64
-# only this number of newest manifests is read; they have up to a million blocks
+# number of newest manifests that are read; together they have up to a million blocks
 MAX_MANIFESTS = 16_384
 
 Payloads = Mapping[BlockHash, memoryview]
@@ -151,9 +151,7 @@ class ObjectTier:
     # ------------------------------------------------------------ calls
 
     def refresh(self) -> Future[int]:
-        """Lists the folder, and deletes garbage and excess segments. Value: the number of known
-        blocks.
-        """
+        """Lists the folder, and deletes garbage and excess. Value: the number of known blocks."""
         return self._threads.submit(
             "write", self._refresh, otherwise=0, timeout_s=self._limits.refresh_timeout_s
         )
@@ -189,9 +187,7 @@ class ObjectTier:
         )
 
     def drop(self) -> Future[bool]:
-        """Deletes all objects of this identity, also those of other stores. Value: True if all are
-        deleted.
-        """
+        """Deletes all objects of this identity, in all stores. Value: True if all are deleted."""
         return self._threads.submit(
             "write", self._drop, otherwise=False, timeout_s=self._limits.refresh_timeout_s
         )
@@ -342,9 +338,7 @@ class ObjectTier:
     # ------------------------------------------------------------ deletion
 
     def _make_room(self, call: TimedCall[T], num_bytes: int) -> bool:
-        """Deletes the oldest segments to make room. Returns True if there is room and time is
-        left.
-        """
+        """Deletes the oldest segments to make room. Returns True if there is room and time left."""
         with self._lock:
             victims = self._index.choose_victims(num_bytes)
         if victims is None:

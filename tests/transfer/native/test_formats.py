@@ -61,9 +61,7 @@ def test_both_implementations_give_the_same_bytes(
 @pytest.mark.parametrize("source", [KVFormat.FP32, KVFormat.BF16])
 @pytest.mark.parametrize("to", KVFormat)
 def test_all_bit_patterns_of_bf16_are_converted_alike(source, to):
-    """Pairs each bf16 number with an equal number and with another: every exponent, sign and last
-    bit.
-    """
+    """Pairs each bf16 number with itself and with others: every exponent, sign and last bit."""
     bits = np.arange(2**16, dtype=np.uint16)
     finite = bits[bits & 0x7F80 != 0x7F80]
     layout = KVLayout(len(finite), source, (KVSection(1, 1, 2),))

@@ -14,7 +14,7 @@ from tests.kits.records import RECORD_BYTES, random_records, whole
 
 @st.composite
 def copies(draw):
-    """Draws (sink's records, source's records, ids of both, pieces that do not overlap at the
+    """Draws (sink's records, source's records, both sides' ids, pieces without overlap at the
     sink).
     """
     count = draw(st.integers(0, 6))

@@ -267,9 +267,7 @@ def test_without_direct_io_the_page_cache_is_used_and_it_is_counted(tmp_path, en
 
 @contextmanager
 def hanging(engine, path):
-    """Makes reads of a slab hang until the end. Yields a function that lets them return `NEW`'s
-    bytes.
-    """
+    """Makes reads of a slab hang. Yields a function that ends them with the bytes of `NEW`."""
     if engine == "uring":
         reader, writer = os.pipe()
         replace_file(path, reader)
@@ -330,7 +328,7 @@ def test_close_gives_up_on_a_disk_that_hangs_and_its_rows_stay(tmp_path, engine)
 
 @contextmanager
 def hanging_writes(engine, path):
-    """Makes writes of payloads hang until the end. Yields a function that lets them continue."""
+    """Makes writes of payloads hang. Yields a function that lets the writes continue."""
     if engine == "uring":
         reader, writer = os.pipe()
         capacity = fcntl.fcntl(writer, fcntl.F_GETPIPE_SZ)
