@@ -1,4 +1,4 @@
-"""Skips each file with the reason if torch and transformers are absent."""
+"""Skips each test file, with the reason, if torch or transformers are not installed."""
 
 import importlib.util
 
@@ -8,7 +8,7 @@ ABSENT = [name for name in ("torch", "transformers") if importlib.util.find_spec
 
 
 class SkippedModule(pytest.Module):
-    """A test file that is not imported."""
+    """A test file that is skipped without being imported."""
 
     def collect(self):
         pytest.skip(f"{' and '.join(ABSENT)} not installed", allow_module_level=True)

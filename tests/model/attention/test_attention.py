@@ -1,4 +1,6 @@
-"""The metadata of a batch, and the reference against attention computed by hand."""
+"""The metadata of a batch is right, and the reference attention equals attention computed by
+hand.
+"""
 
 import math
 
@@ -58,7 +60,9 @@ def test_slots_follow_the_block_table(lengths, block_size):
 
 
 def attention_by_hand(*, window=None, softcap=None):
-    """Two tokens with K [1, 0] and [0, 2], V [1, 10] and [3, 30]; the last one's query [2, 1]."""
+    """Computes attention for two tokens with K [1, 0] and [0, 2], V [1, 10] and [3, 30]. The query
+    of the last token is [2, 1].
+    """
     scores = [2.0 * 0.5, 2.0 * 0.5] if softcap is None else [softcap * math.tanh(1 / softcap)] * 2
     weights = [math.exp(score) for score in scores]
     if window == 1:

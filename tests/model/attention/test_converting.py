@@ -1,4 +1,4 @@
-"""A device converts records as the host does, bit for bit."""
+"""The converter for devices produces the same records as the host's converter, bit for bit."""
 
 import ctypes
 

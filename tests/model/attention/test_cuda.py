@@ -1,8 +1,8 @@
-"""The GPU's forward pass on a CPU: packed inputs, padding and results.
+"""The GPU's forward pass, run on a CPU: packed inputs, padding and results.
 
-The class computes on a CPU as on a GPU, without captures and pinned memory. Padding needs an
-attention that knows rows which store nothing. `attend_but_pads` stands in for the Triton kernels.
-It gives such rows not-a-number, so that a leak into other rows is noticed.
+The class computes on a CPU in the same way as on a GPU, but without captures and pinned memory.
+Padding needs an attention that accepts rows whose KV is not stored. `attend_but_pads` replaces the
+Triton kernels. Its result for such rows is NaN, so that a leak into other rows is noticed.
 """
 
 import logging
@@ -130,7 +130,7 @@ def test_packed_inputs_equal_the_batch_and_padding(lengths, block_size, filling)
             (r + 1) * row_len - now + i for r, (_, now) in enumerate(lengths) for i in range(now)
         ]
     found = packing.plan(shape)
-    memory = np.full(found.num_bytes, 255, np.uint8)  # garbage from before
+    memory = np.full(found.num_bytes, 255, np.uint8)  # garbage of an earlier step
     inputs = packing.arrays(memory, found)
     packing.fill(inputs, rows, (0, last), tables=Tables(), block_size=block_size, row_len=row_len)
 
@@ -185,7 +185,7 @@ def test_ragged_steps_equal_the_hook(tmp_path_factory, kind):
 def test_padding_rows_change_neither_other_rows_nor_the_cache(loaded):
     expected = logits_of_the_hook(loaded)
     forward = opened(loaded, attend=attend_but_pads)
-    assert not loaded.context.cache.buffer.any()  # nor did the warm-up
+    assert not loaded.context.cache.buffer.any()  # the warm-up has not written to the buffer
     assert forward.prepare(next(iter(steps_of(256))), ()).size is None
     check_like_the_hook(forward, loaded, expected)
 
@@ -227,7 +227,7 @@ def test_steps_over_the_triton_kernels_equal_the_hook():
 
 
 class Replayed:
-    """Stands in for a CUDA graph: computes again, in the memory of the first time."""
+    """Replaces a CUDA graph: computes the step again, in the memory of the first run."""
 
     @torch.inference_mode()
     def __init__(self, forward, size):
@@ -261,7 +261,7 @@ def test_captured_steps_read_inputs_at_the_captured_addresses(loaded):
 
 
 class Captures:
-    """Stands in for captures of a forward pass on a GPU."""
+    """Replaces the captures of a forward pass on a GPU."""
 
     def __init__(self, forward, monkeypatch, *, bytes_each=0, fails=False):
         self.sizes = []
@@ -308,7 +308,7 @@ def test_captures_of_verification_end_with_their_time_or_memory(loaded, monkeypa
     assert forward.fallbacks == {"captured_verification": 1}
     assert "rows of " in caplog.text
     rows = [Row(f"s{i}", [1, 2], 0, [i], None) for i in range(2)]
-    # Eager, or padded to one of the sizes that were captured.
+    # Steps that run eagerly, and steps that are padded to one of the captured sizes.
     expected = None if limit == "MAX_CAPTURE_S" else StepSize(4, 2)
     assert forward.prepare(rows, [1, 3]).size == expected
 
@@ -406,7 +406,7 @@ def test_fp8_needs_a_capable_gpu(monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_building_takes_no_memory_of_the_device(loaded):
-    there = replace(loaded, device=GPU)  # there is no GPU here
+    there = replace(loaded, device=GPU)  # this machine has no GPU
     CudaForward(there, WeightFormat.FP32)
 
 
@@ -441,7 +441,7 @@ def test_weights_count_once_and_tied_embeddings_count():
 
 
 class Slow:
-    """A way to attend long rows that takes so long in a trial, or fails."""
+    """A way to attend long rows that is slow in a trial, or that fails."""
 
     takes_cached = True
 

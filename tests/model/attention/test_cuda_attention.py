@@ -1,8 +1,8 @@
 """The Triton kernels, checked without a GPU.
 
-Their results are tested under triton's interpreter, in `interpreted_attention.py`. Compiling them
-shows that they compile for a Hopper GPU and fit it. Their assembly, which the interpreter skips, is
-carried out here. `python -m bench.gpu` checks them on a GPU before it times them.
+`interpreted_attention.py` tests their results under triton's interpreter. Here they are compiled
+for a Hopper GPU, and must fit it. Their assembly, which the interpreter skips, is executed here in
+Python. `python -m bench.gpu` checks the kernels on a GPU before it measures them.
 """
 
 import re
@@ -99,7 +99,9 @@ def test_more_query_heads_than_a_tile_has_rows_make_larger_tiles():
     window=st.none() | st.integers(1, 500),
 )
 def test_the_grid_has_a_program_for_every_item(lengths, group, num_kv_heads, window):
-    """Counts the items of a launch as the kernels do: see `_share` there."""
+    """Counts the items of a launch with the formula of the kernels: see `_share` in their
+    module.
+    """
     extents = extents_of(lengths)
     for launch in plan(extents, group=group, num_kv_heads=num_kv_heads).launches:
         tile = tiling(KVFormat.BF16, 128, launch.rows_m).tile
@@ -123,7 +125,7 @@ def test_the_grid_has_a_program_for_every_item(lengths, group, num_kv_heads, win
 
 
 class Recorded:
-    """A kernel that only records its launches."""
+    """A kernel that does nothing but record its launches."""
 
     def __init__(self, kernel, launches):
         self.kernel = kernel
@@ -136,7 +138,7 @@ class Recorded:
 
 
 class RecordedKernels:
-    """The module of the kernels, with launches recorded in a list."""
+    """The module of the kernels. Its kernels record their launches in a list."""
 
     def __init__(self):
         from engine.model.attention import kernels as triton_kernels
@@ -148,7 +150,9 @@ class RecordedKernels:
 
 
 def launches_of(monkeypatch, kv_format, before, query_len, head_dim=128, num_rows=8):
-    """The launches of `attend` for such rows of an 8 B Llama: kernel, arguments, constants."""
+    """Returns the launches of `attend` for such rows of an 8 B Llama: kernel, arguments,
+    constants.
+    """
     kernels = RecordedKernels()
     monkeypatch.setattr(triton_attention, "_kernels", lambda: kernels)
     monkeypatch.setattr(triton_attention, "_is_interpreted", lambda: False)
@@ -200,7 +204,7 @@ def test_one_compilation_serves_all_numbers_of_rows(monkeypatch, query_len):
         [launch[2] for launch in launches_of(monkeypatch, KVFormat.BF16, 50, query_len, num_rows=n)]
         for n in (1, 3, 60, 300)
     ]
-    few_tokens = [kernels[1:] for kernels in constants]  # the first one stores K and V
+    few_tokens = [kernels[1:] for kernels in constants]  # the first kernel stores K and V
     assert all(each == few_tokens[0] for each in few_tokens)
     assert len(few_tokens[0]) == 2
 
@@ -216,7 +220,7 @@ def test_the_warm_up_meets_every_kind_of_launch(group, num_kv_heads):
         )
         return {(x.min_len, x.num_spare > 0) for each in plans for x in each.launches}
 
-    decode = (1, 1)  # warmed up by captures
+    decode = (1, 1)  # captures have warmed up this launch
     warm = [decode, *((n, 1) for n in WARM_UP_LENS), (WARM_UP_LENS[-1], WARM_UP_ROWS)]
     met = [(n, 1) for n in (1, *range(2, 200, 3), 500, 1000, 2048, 8192)] + [(64, 128), (700, 10)]
     assert kinds(warm) >= kinds(met)
@@ -226,8 +230,8 @@ def test_the_warm_up_meets_every_kind_of_launch(group, num_kv_heads):
 
 
 def carry_out(assembly, words):
-    """The registers $0, $1, … after the PTX of `assembly`, for the subset of PTX that the kernels
-    use.
+    """Returns the registers $0, $1, … after the PTX of `assembly` has run. Covers the subset of PTX
+    that the kernels use.
     """
     registers = dict(words)
 
@@ -268,7 +272,7 @@ def carry_out(assembly, words):
 
 
 def halves_of(number):
-    """The two fp16 numbers in 32 bits, the lower first."""
+    """Returns the two fp16 numbers in 32 bits, lower half first."""
     return torch.tensor([number & 0xFFFF, number >> 16]).short().view(torch.float16)
 
 

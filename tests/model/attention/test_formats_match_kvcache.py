@@ -1,4 +1,6 @@
-"""A converted record is, bit for bit, what a cache of the other format would hold."""
+"""A converted record equals, bit for bit, the record that a cache of the other format would
+write.
+"""
 
 import msgspec
 import numpy as np
@@ -17,7 +19,9 @@ PAIRS = [(source, to) for source in KVFormat for to in KVFormat if is_defined(so
 
 
 def rewritten(buffer, layout, to):
-    """The contents of a cache of the other format after writing this cache's values to it."""
+    """Returns the buffer of a cache of the other format, after this cache's values are written to
+    it.
+    """
     sink_layout = msgspec.structs.replace(layout, kv_format=to)
     sink_buffer = allocate_buffer(sink_layout, NUM_BLOCKS)
     slots = torch.arange(NUM_BLOCKS * layout.block_size)
@@ -41,7 +45,9 @@ def rewritten(buffer, layout, to):
 
 
 def unsign_zeros(buffer, layout):
-    """int4 only: -0 as step or low becomes 0; torch's minimum of zeros of both signs is either."""
+    """Changes -0 in step or low to 0, for int4. For zeros of both signs, torch's minimum may return
+    either sign.
+    """
     for index in range(len(layout.sections)):
         cache = KVCache(layout, buffer, index)
         for scales in (*cache.key_scales, *cache.value_scales):

@@ -1,4 +1,6 @@
-"""The tensors lie where the layout's text defines, and hold what its formats define."""
+"""The tensors lie where the text of `engine.layout` defines, and contain what the formats
+define.
+"""
 
 import math
 import struct
@@ -41,7 +43,7 @@ BITS = {"fp32": 32, "bf16": 16, "fp8_e4m3": 8, "int8": 8, "int4": 4}
 
 
 def lines(num_bytes):
-    """`num_bytes`, rounded up to whole cache lines."""
+    """Returns `num_bytes`, rounded up to whole cache lines."""
     return math.ceil(num_bytes / 64) * 64
 
 
@@ -63,7 +65,7 @@ class Text:
         return sum(2 * s.num_layers * s.num_kv_heads * self.head(s) for s in sections)
 
     def token(self, section, layer, is_value, head, slot):
-        """First byte of a token's elements, and of its scale."""
+        """Returns the offsets of the first byte of a token's elements, and of the token's scale."""
         shape = self.layout.sections[section]
         block, token = divmod(slot, self.layout.block_size)
         start = block * self.record(self.layout.sections)
@@ -129,7 +131,7 @@ def test_views_show_written_values(layout, data):
 
 
 def as_bytes(tensor):
-    """Elements in a form that compares, even for float8."""
+    """Returns the elements in a type that can be compared, also for float8."""
     return tensor.contiguous().view(torch.uint8)
 
 
@@ -172,8 +174,10 @@ def of_magnitude(rng, shape, exponent):
 
 
 def error_bound(x, scales, kv_format):
-    """Largest possible error of stored `x` [..., head_dim], by the format's own arithmetic."""
-    tiniest = 2.0**-126  # below it, floats have fewer bits
+    """Returns the largest possible error of a stored `x` [..., head_dim], by the format's
+    arithmetic.
+    """
+    tiniest = 2.0**-126  # smaller floats have fewer bits
     if kv_format is KVFormat.FP32:
         return torch.zeros_like(x)
     if kv_format is KVFormat.BF16:
@@ -182,7 +186,7 @@ def error_bound(x, scales, kv_format):
         return torch.maximum(x.abs() * 2**-4, scales[..., None] * 2**-10) * (1 + 1e-5) + tiniest
     if kv_format is KVFormat.INT8:
         return scales[..., None] / 2 * (1 + 1e-5) + tiniest
-    step = (x.amax(-1) - x.amin(-1)) / 15  # int4: and two numbers of 8 bits
+    step = (x.amax(-1) - x.amin(-1)) / 15  # int4; step and low have 8 bits
     largest = x.abs().amax(-1)
     return ((step / 2) * 1.01 + largest * 2**-8 * 1.5)[..., None] + tiniest * 15
 
@@ -191,7 +195,7 @@ def error_bound(x, scales, kv_format):
 @pytest.mark.parametrize("exponent", [-44, -38, -30, -3, 0, 3, 30, 37])
 def test_stored_values_are_close_at_any_magnitude(kv_format, exponent):
     rng = torch.Generator().manual_seed(0)
-    for offset in (0, 0.1, 1, 100):  # K often has channels that are far from zero
+    for offset in (0, 0.1, 1, 100):  # K often has channels with large means
         x = of_magnitude(rng, (40, 80), exponent) + offset * 10.0**exponent
         x[3] = x[3].abs()
         x[4, :40] = 0
@@ -247,7 +251,7 @@ def test_the_extremes_of_a_row_get_the_extreme_codes(kv_format):
 
 @pytest.mark.parametrize("kv_format", [KVFormat.FP8_E4M3, KVFormat.INT8])
 def test_a_scale_too_small_to_be_exact_does_not_change_a_sign(kv_format):
-    """448 or 127 times the smallest float, and a half more: no exact scale exists."""
+    """No scale is exact for 448 or 127 times the smallest float, and a half more."""
     largest = 448 if kv_format is KVFormat.FP8_E4M3 else 127
     x = torch.tensor([1.0, -1.0, 0.0, 1.0]) * (1.4 * largest * 2.0**-149)
     elements, scales = quantise(x, kv_format)
@@ -256,14 +260,16 @@ def test_a_scale_too_small_to_be_exact_does_not_change_a_sign(kv_format):
 
 
 def bf16_bits(number):
-    """The bits of a number that bf16 holds exactly."""
+    """Returns the bits of a number that bf16 represents exactly."""
     (bits,) = struct.unpack("<I", struct.pack("<f", number))
     assert bits % 2**16 == 0
     return bits >> 16
 
 
 def test_int4_is_packed_as_the_layout_defines():
-    """low -2, step 0.5, so q = 2 * (x + 2): element i in lower halves, i + head_dim / 2 above."""
+    """With low -2 and step 0.5, q = 2 * (x + 2). Element i is in lower halves, i + head_dim / 2
+    above.
+    """
     x = torch.tensor([-2.0, 5.5, 0.0, 0.6, 1.25, 1.75, -1.9, 2.0])
     q = [0, 15, 4, 5, 6, 8, 0, 8]  # 1.25 and 1.75 are ties, which round to even
     elements, scales = quantise(x, KVFormat.INT4)
@@ -273,7 +279,7 @@ def test_int4_is_packed_as_the_layout_defines():
 
 
 def test_int8_is_stored_as_the_layout_defines():
-    """scale 0.5, so q = 2 * x; ties round to even."""
+    """With scale 0.5, q = 2 * x; ties round to even."""
     x = torch.tensor([63.5, -63.5, 0.25, 0.75, 1.25, -0.25, -0.75, 10.1])
     elements, scales = quantise(x, KVFormat.INT8)
     assert scales.item() == 0.5
@@ -281,7 +287,7 @@ def test_int8_is_stored_as_the_layout_defines():
 
 
 def test_fp8_is_stored_as_the_layout_defines():
-    """scale 2, so x / 2 is stored: exponents from -6, 3 bits behind the point."""
+    """With scale 2, x / 2 is stored: exponents from -6 on, and 3 fraction bits."""
     x = torch.tensor([896.0, -896.0, 2.0, 2.25, 2.125, 2.375, 2 * 2.0**-9, 2 * 2.0**-11])
     elements, scales = quantise(x, KVFormat.FP8_E4M3)
     assert scales.item() == 2.0

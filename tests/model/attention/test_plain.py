@@ -1,4 +1,6 @@
-"""The plain torch fallback equals the reference for every format, and rows never mix."""
+"""The plain torch fallback equals the reference for every format, and rows do not affect each
+other.
+"""
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from tests.kits.models.attention_cases import (
 
 pytestmark = pytest.mark.torch
 
-TOLERANCE = 1e-5  # values reach 12
+TOLERANCE = 1e-5  # absolute error; values reach 12
 SHAPE = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 SCORINGS = (Scoring(0.3), Scoring(0.3, window=5), Scoring(0.3, softcap=1.0))
 

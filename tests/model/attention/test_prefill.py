@@ -1,7 +1,7 @@
-"""Ways to attend long rows, called as their libraries document it, and the choice between them.
+"""Ways to attend long rows, called as their libraries document, and the choice between the ways.
 
-The libraries need a GPU. Stand-ins with the documented meaning of their arguments show that the
-ways hand over the right rows, pages and strides.
+The libraries need a GPU. Stand-ins replace them here and follow the documented meaning of the
+arguments. So the tests check that the ways pass the right rows, pages and strides.
 """
 
 import sys
@@ -23,7 +23,7 @@ from tests.kits.models.attention_cases import LAYER, make_problem
 pytestmark = pytest.mark.torch
 
 CPU = torch.device("cpu")
-TOLERANCE = 0.06  # values reach 12
+TOLERANCE = 0.06  # absolute error; values reach 12
 LENGTHS = ((0, 5), (9, 20), (0, 18), (40, 3))
 SCORINGS = (Scoring(0.3), Scoring(0.3, window=6))
 
@@ -32,7 +32,7 @@ SCORINGS = (Scoring(0.3), Scoring(0.3, window=6))
 
 
 def attention_of_a_row(query, key, value, *, scale, left, softcap=None):
-    """Causal attention [queries, heads, dim]; the last query sees the last key."""
+    """Computes causal attention [queries, heads, dim]. The last query attends to the last key."""
     group = query.shape[1] // key.shape[1]
     key, value = (x.float().repeat_interleave(group, 1) for x in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query.float(), key) * scale
@@ -59,7 +59,7 @@ def varlen_attn(
     seqused_k=None,
     block_table=None,
 ):
-    """`torch.nn.attention.varlen.varlen_attn` as its documentation says."""
+    """Replaces `torch.nn.attention.varlen.varlen_attn`; follows its documentation."""
     assert enable_gqa
     assert window_size[1] == 0
     assert max_q == max(b - a for a, b in pairwise(cu_seq_q.tolist()))
@@ -81,7 +81,7 @@ def varlen_attn(
 
 
 class Wrapper:
-    """FlashInfer's `BatchPrefillWithPagedKVCacheWrapper` as its documentation says."""
+    """Replaces FlashInfer's `BatchPrefillWithPagedKVCacheWrapper`; follows its documentation."""
 
     num_plans = 0
 
@@ -129,7 +129,7 @@ class Wrapper:
 
 
 class Event:
-    """An event of a device that is never behind."""
+    """A device's event that has always been reached."""
 
     def record(self):
         pass
@@ -140,7 +140,7 @@ class Event:
 
 @pytest.fixture
 def libraries(monkeypatch):
-    """Puts the stand-ins in the libraries' places."""
+    """Replaces the libraries by the stand-ins."""
     from torch.nn.attention import varlen
 
     monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
@@ -152,7 +152,7 @@ def libraries(monkeypatch):
 
 
 def check(way, scoring, rows, lengths=LENGTHS):
-    """Asserts that the way writes the results of these rows, and of no others."""
+    """Asserts that the way writes the results of these rows, and writes nothing else."""
     problem = make_problem(
         kv_format=KVFormat.BF16,
         num_heads=4,
@@ -164,7 +164,7 @@ def check(way, scoring, rows, lengths=LENGTHS):
     batch = build_batch(problem.rows, problem.cache)
     problem.cache.write(LAYER, batch.slot_mapping, problem.key, problem.value)
     expected = reference_attention(problem.query.float(), problem.cache, LAYER, batch, scoring)
-    for _ in range(2):  # the second layer of a step finds plans
+    for _ in range(2):  # the second layer of a step reuses plans
         out = torch.full_like(problem.query, torch.nan)
         heads = (problem.query, problem.key, problem.value)
         way.attend(*heads, out, problem.cache, LAYER, batch, rows, scoring)
@@ -256,7 +256,7 @@ def test_if_nothing_works_the_first_error_is_raised():
 
 
 class Candidate:
-    """A way that takes `seconds` of a clock, and may fail or be wrong."""
+    """A way that takes `seconds` on the test's clock, and may fail or return wrong results."""
 
     takes_cached = True
 
@@ -290,7 +290,7 @@ class FakeClock:
 
 
 def attend_by(clock, kernels_s):
-    """An attention in torch in the place of the Triton kernels, and of all ways."""
+    """Returns an attention in torch, which replaces the Triton kernels and all ways."""
 
     def attend(query, key, value, cache, layer, batch, scoring, way):
         out = torch_attention.attend(query, key, value, cache, layer, batch, scoring)

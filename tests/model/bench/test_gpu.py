@@ -1,4 +1,4 @@
-"""`bench.gpu` on a CPU: its figures mean nothing there, but all sections run."""
+"""`bench.gpu` runs all its sections on a CPU, where its figures mean nothing."""
 
 import io
 import sys
@@ -32,7 +32,7 @@ TINY = GPU_SHAPES["tiny"]
 
 
 class Hands:
-    """A clock that only the test moves."""
+    """A clock that advances only when the test sets it."""
 
     def __init__(self):
         self.seconds = 0.0
@@ -89,13 +89,13 @@ def test_gpu_run_has_no_failures():
 
 
 def wrong(query, key, value, cache, layer, batch, scoring):
-    """Attention that looks one token too far back in long contexts."""
+    """Computes attention whose windows are one token too long."""
     scoring = scoring._replace(window=scoring.window and scoring.window + 1)
     return torch_attention.attend(query, key, value, cache, layer, batch, scoring)
 
 
 def careless(query, key, value, cache, layer, batch, scoring):
-    """Attention that stores a token where it does not belong."""
+    """Computes the right attention, but overwrites a value of another token."""
     out = torch_attention.attend(query, key, value, cache, layer, batch, scoring)
     cache.values[layer][-1, 0, 0, 0] = 1
     return out
@@ -148,7 +148,7 @@ def test_tokens_other_than_the_definitions_are_complained_about():
     assert check_sampling("cpu", choosing.sample, vocabs=(300,)) == []
     first = check_sampling("cpu", lambda logits, _: logits.argmax(-1), vocabs=(300,))[0]
     assert first.startswith("sampling from 300 fp32 logits: rows [")
-    assert " 0," not in first  # a greedy row
+    assert " 0," not in first  # 0 belongs to a greedy row
 
 
 def test_products_of_groups_are_checked(monkeypatch):

@@ -1,4 +1,4 @@
-"""`bench.gpu --serve`: what counts as another answer, and the whole of it on a CPU."""
+"""`bench.gpu --serve`: the comparison of answers, and a complete run on a CPU."""
 
 import io
 from random import Random
@@ -33,7 +33,7 @@ def answer(*tokens):
     ("tokens", "expected"),
     [
         (("a", "b", "d"), None),
-        # Tokens after a different token belong to a different answer.
+        # After the first different token, the other tokens belong to a different answer.
         (("a", "c", "x"), (1, pytest.approx(0.1))),
         (("b", "b", "d"), (0, pytest.approx(2.9))),
         (("a", "x", "d"), (1, float("inf"))),
@@ -52,7 +52,7 @@ def test_the_first_other_token_decides(tokens, expected):
         (0.0, ("a", "c", "d"), None, (0, 0, 0), True),
         (TIE, ("a", "c", "d"), None, (0, 1, 0), False),
         (TIE, ("b", "b", "d"), None, (0, 0, 0), True),
-        (TIE, ("b", "b", "d"), 7, (0, 0, 1), False),  # noise makes unlikely tokens near
+        (TIE, ("b", "b", "d"), 7, (0, 0, 1), False),  # noise can make unlikely tokens nearly best
         (0.0, ("b", "b", "d"), 7, (0, 0, 0), True),
     ],
 )

@@ -1,4 +1,4 @@
-"""The driver of our own engine computes what it is timed for."""
+"""The benchmark's driver of Baton's engine computes the answers that it is timed for."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from bench.peers.driver import options_of
 pytestmark = [pytest.mark.torch, pytest.mark.long]
 
 NUM_STEPS = 6
-PROMPTS = [[5, 9, 300, 17] * n for n in (2, 70, 33)]  # the second takes two chunks
+PROMPTS = [[5, 9, 300, 17] * n for n in (2, 70, 33)]  # the second prompt takes two chunks
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_prefill_and_decode_are_timed_apart(ours):
 
 
 def test_copied_contexts_decode_like_computed_ones(ours):
-    prompt = PROMPTS[2]  # ends inside a block
+    prompt = PROMPTS[2]  # this prompt ends inside a block
     copied = ours.decode_at(prompt=prompt, num_sequences=3, num_steps=NUM_STEPS)
     computed = ours.generate([prompt] * 3, NUM_STEPS)
     assert copied["answers"] == computed["answers"]

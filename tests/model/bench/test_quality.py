@@ -1,4 +1,4 @@
-"""`bench quality` computes the quantities that it names, on small models."""
+"""`bench quality` computes the measures that it names, on small models."""
 
 import math
 from pathlib import Path
@@ -56,12 +56,12 @@ def test_a_coarser_format_errs_more(checkpoint, windows):
 
 
 def test_the_attention_error_is_the_error_of_the_outputs(checkpoint, windows, monkeypatch):
-    """Where outputs over every other cache are 1.25 times too large, the error is 25 %."""
+    """If outputs over every cache but fp32 are 1.25 times too large, the reported error is 25 %."""
     real = quality.torch_attention.attend
     exact = []
 
     def attend(query, key, value, cache, *rest):
-        if cache.kv_format is KVFormat.FP32:  # comes first
+        if cache.kv_format is KVFormat.FP32:  # the first of each pair
             exact.append(real(query, key, value, cache, *rest))
             return exact[-1]
         return 1.25 * exact[-1]
@@ -103,4 +103,4 @@ def test_windows_are_held_out_text_and_a_function_of_the_seed(tmp_path, monkeypa
     stream = list(b"kept " * 40)
     assert all(bytes(window).decode() in bytes(stream).decode() for window in drawn[0])
     many = held_out_windows(file, num_windows=99, window_len=10, seed=0)
-    assert len(many) == 20  # all there are
+    assert len(many) == 20  # the number of all windows

@@ -1,4 +1,4 @@
-"""`bench speculate` times a worker that speculates, on small models."""
+"""`bench speculate` measures a worker that speculates, on small models."""
 
 import json
 from contextlib import contextmanager
@@ -28,7 +28,7 @@ PASSES = {"batch": 2, "context_len": 20, "lens": [0, 1, 4]}
 
 
 class InProcess:
-    """Stands in for a `Driven` process: the same commands and answers, as JSON too."""
+    """Replaces a `Driven` process: the same commands and answers, also converted to JSON."""
 
     session = None
 
@@ -59,7 +59,9 @@ def options_of(target, draft, weights=WeightFormat.FP32, kv_tokens=8192):
 
 @pytest.fixture(scope="module")
 def loaded(pair):
-    """A bench of the pair, and what its single passes took: asked for before all else."""
+    """Returns a bench of the pair, and the durations of its single passes, which are measured
+    first.
+    """
     worker = InProcess(Bench(options_of(pair.target, pair.draft)))
     return worker, worker.ask("passes", **PASSES)
 
@@ -110,7 +112,8 @@ def acceptance(bench, *, num_to_draft=3, num_steps=12):
             [result] = runner.run(BatchPlan([row])).rows
             drafts.append((result.num_drafted, result.num_accepted, 1))
             start += len(token_ids) + result.num_accepted
-            # all that the draft model has not seen: after a whole draft its last token too
+            # the tokens that the draft model has not computed; after a whole draft, its last token
+            # too
             token_ids, num = [*result.token_ids[-1:]], num_to_draft
             if result.num_accepted == result.num_drafted > 0:
                 token_ids, start = [*result.token_ids[-2:]], start - 1

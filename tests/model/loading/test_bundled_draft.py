@@ -1,4 +1,6 @@
-"""Training and evaluation of the bundled draft; the evaluation measures what decoding drafts."""
+"""Training and evaluation of the bundled draft. The evaluation drafts in the same way as
+decoding.
+"""
 
 import random
 
@@ -25,7 +27,7 @@ PROMPTS = 4
 
 
 class Ticking:
-    """A clock that advances a second at every look."""
+    """A clock that advances one second at every call."""
 
     def __init__(self):
         self.now = 0.0
@@ -64,7 +66,7 @@ def windows():
 
 @pytest.fixture(scope="module")
 def answers():
-    """Short answers of the bundled target, at each temperature."""
+    """Returns short answers of the bundled target, at each temperature."""
     generator = torch.Generator().manual_seed(0)
     code = torch.randint(5, 4096, (2000,), generator=generator)
     dialogue = [USER, 7, 8, 9, *range(300, 340), 1, ANSWER, 11, 12, 1, END]
@@ -90,7 +92,7 @@ def agreements(draft, answers):
 
 
 def test_a_target_agrees_with_its_own_text(answers):
-    """All tokens agree but ties that int8 weights turn: noise and positions are the
+    """All tokens agree except ties that int8 weights resolve otherwise. Noise and positions are the
     decoder's own.
     """
     assert min(agreements(bundled_model("target"), answers)) > 0.9

@@ -1,4 +1,4 @@
-"""Prompts of named templates and of continued messages equal transformers'."""
+"""Prompts from named templates and continued messages equal the prompts of transformers."""
 
 import json
 
@@ -24,7 +24,7 @@ def folder(tmp_path):
 
 
 def both(folder, template, files=None):
-    """The folder's tokenizer as transformers and as Baton load it."""
+    """Loads the folder's tokenizer with transformers and with Baton."""
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     for name, text in (files or {}).items():

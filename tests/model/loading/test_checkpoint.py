@@ -1,4 +1,4 @@
-"""Checkpoints are loaded, or refused in one line with the reason."""
+"""Checkpoints are either loaded, or refused with the reason in one line."""
 
 import importlib.util
 import json
@@ -32,7 +32,7 @@ WEIGHTS = "model.safetensors"
 
 @pytest.fixture
 def llama(tmp_path, tmp_path_factory):
-    """A copy that a test may change."""
+    """Returns a copy of a Llama checkpoint that a test may change."""
     return shutil.copytree(tiny_checkpoint(tmp_path_factory, "llama"), tmp_path / "llama")
 
 
@@ -179,7 +179,7 @@ def test_a_slow_tokenizer_alone_is_refused_with_the_way_to_convert_it(llama, slo
 @pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.norm.weight"])
 def test_a_weight_that_is_no_number_is_named(llama, name, value):
     weights = load_file(llama / WEIGHTS)
-    weights[name].view(-1)[-3] = value  # a token that the trial does not have
+    weights[name].view(-1)[-3] = value  # the row of a token that the trial does not use
     save_file(weights, llama / WEIGHTS, metadata={"format": "pt"})
     assert refusal(llama) == f"{llama}: the weight {name} has NaN or infinity"
 
@@ -191,7 +191,7 @@ def test_code_of_a_checkpoint_never_runs_nor_asks(llama, monkeypatch):
     assert refusal(llama) == (
         f"{llama / 'config.json'}: the model is code of its own (auto_map), which never runs"
     )
-    edit_config(llama, model_type="llama")  # which transformers knows
+    edit_config(llama, model_type="llama")  # a type that transformers supports
     assert load_tiny(llama).context_len == 512
 
 
@@ -251,7 +251,7 @@ def test_a_config_without_a_context_length_is_refused(llama):
 
 
 REFUSED = {
-    "bert": ({}, "builds its own mask"),  # sees the future
+    "bert": ({}, "builds its own mask"),  # attends to later tokens
     "bloom": ({}, "its code in transformers does not use the attention interface"),  # ALiBi
     "gpt_oss": (  # attention sinks
         {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
@@ -283,7 +283,7 @@ REFUSED = {
     ),
     "doge": ({}, "builds its own mask"),
     "falcon": ({"alibi": True}, "its code in transformers does not use the attention interface"),
-    "bart": (  # positions that are counted, not given
+    "bart": (  # positions are counted, not taken from `position_ids`
         {"decoder_layers": 3, "decoder_ffn_dim": 48, "pad_token_id": 1},
         "its attention or its positions are not like ours",
     ),
@@ -306,14 +306,14 @@ def test_a_model_that_paged_attention_would_compute_wrongly_is_refused(model_typ
 
 
 SERVED = {
-    "opt": ({}, 4, 8),  # positions are learned
+    "opt": ({}, 4, 8),  # positions have learned embeddings
     "gpt2": ({}, 4, 8),
-    "deepseek_v3": (  # K and V of one size, which a latent attention may have
+    "deepseek_v3": (  # K and V have one size, also possible with latent attention
         REFUSED["deepseek_v3"][0] | {"v_head_dim": 16},
         4,
         16,
     ),
-    "gemma3": (  # text is served of a model that also sees
+    "gemma3": (  # also accepts images; only its part for text is served
         {
             "text_config": COMMON | {"head_dim": 8, "sliding_window": 12},
             "vision_config": {
@@ -342,7 +342,7 @@ def test_an_unlisted_model_is_served_if_paged_attention_computes_it(model_type, 
 
 
 def save_phimoe(path, sliding_window):
-    """A model whose window is in the mask only, and not in its attention's arguments."""
+    """Saves a model whose window is only in the mask, not in the arguments of its attention."""
     extra = {"model_type": "phimoe", "num_local_experts": 2, "sliding_window": sliding_window}
     save_checkpoint(path, COMMON | extra)
 
@@ -371,7 +371,7 @@ def test_a_window_as_long_as_the_context_hides_nothing(tmp_path):
 
 @pytest.mark.parametrize("kv_format", KVFormat)
 def test_a_model_is_tried_with_exact_kv_for_every_served_format(kv_format, tmp_path_factory):
-    """Over int4 its logits would differ by far more than the check allows."""
+    """With int4 KV, the logits would differ by far more than the check allows."""
     loaded = load(tiny_checkpoint(tmp_path_factory, "qwen3"), kv_format=kv_format, block_size=4)
     assert loaded.layout.kv_format is kv_format
 
@@ -383,7 +383,7 @@ def test_a_model_may_be_loaded_in_16_bits(dtype, tmp_path_factory):
     assert loaded.model.dtype == dtype
 
 
-STORED = {  # kinds that hold their weights in different ways, or make some of their own
+STORED = {  # kinds that store weights in different ways, or compute some of them
     "llama": {},
     "tied": {"model_type": "llama", "tie_word_embeddings": True},
     "gemma3": {"tie_word_embeddings": True},
@@ -396,7 +396,7 @@ TOKENS = tuple((7 * i * i + 3) % 256 for i in range(30))
 
 
 def save_stored(path, properties, dtype):
-    """A checkpoint in `dtype`, except for its norms, which are in fp32."""
+    """Saves a checkpoint in `dtype`, except for its norms, which stay in fp32."""
     save_checkpoint(path, properties)
     weights = load_file(path / WEIGHTS)
     weights = {k: w if "norm" in k else w.to(dtype) for k, w in weights.items()}
@@ -424,7 +424,7 @@ def cache_of(loaded):
 
 
 def torch_logits(loaded):
-    """Logits of TOKENS by the model's own code, over paged KV."""
+    """Returns the logits of TOKENS, computed by the model's own code over paged KV."""
     cache = loaded.context.cache = cache_of(loaded)
     loaded.context.batch = build_batch([Row("a", TOKENS, 0, range(8), None)], cache)
     with torch.inference_mode():
@@ -432,7 +432,7 @@ def torch_logits(loaded):
 
 
 def served_logits(loaded, weights):
-    """Logits of TOKENS as a worker computes them."""
+    """Returns the logits of TOKENS in the way in which a worker computes them."""
     engine = CpuForward(loaded, weights, threads=1)
     engine.open(cache_of(loaded))
     try:
@@ -532,7 +532,7 @@ print(status("VmHWM") - before)
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="peak memory is read from /proc")
 def test_loading_and_packing_take_little_more_memory_than_the_file(tmp_path, tmp_path_factory):
-    """1.5 times its size for int8: the file and the packed weights."""
+    """For int8 the limit is 1.5 times the size of the file: the file, and the packed weights."""
     large = {
         "hidden_size": 512,
         "intermediate_size": 2048,
@@ -548,7 +548,7 @@ def test_loading_and_packing_take_little_more_memory_than_the_file(tmp_path, tmp
 
 
 def test_int4_is_refused_for_a_model_whose_heads_are_odd(tmp_path):
-    """The heads have nine elements."""
+    """Each head has nine elements."""
     save_checkpoint(tmp_path, COMMON | {"model_type": "gpt_neox", "hidden_size": 36})
     with pytest.raises(CheckpointError) as caught:
         load(tmp_path, kv_format=KVFormat.INT4, block_size=4)
@@ -572,7 +572,7 @@ def test_context_ends_where_rotary_embeddings_would_change(tmp_path):
 
 @pytest.fixture
 def absent(monkeypatch):
-    """Makes packages absent, even if they are installed here."""
+    """Makes packages look absent, even if they are installed."""
 
     def hide(*names):
         real = importlib.util.find_spec
@@ -669,7 +669,7 @@ def test_the_fingerprint_depends_on_the_type_of_the_weights(llama):
 
 
 def test_the_fingerprint_does_not_depend_on_the_format_of_kv(llama):
-    """Workers whose KV is converted on the way serve one model."""
+    """Workers that convert KV during transfer serve the same model."""
     held = [load_tiny(llama, kv_format) for kv_format in (KVFormat.FP32, KVFormat.INT8)]
     assert held[0].layout != held[1].layout
     assert held[0].fingerprint == held[1].fingerprint

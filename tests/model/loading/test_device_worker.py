@@ -1,4 +1,4 @@
-"""A worker on a device, from its spec to its end, with the host's memory as the device's."""
+"""A worker on a device, from its start to its end. Host memory replaces the device's memory."""
 
 import pytest
 
@@ -23,7 +23,7 @@ GIB = 2**30
 
 @pytest.fixture
 def _fake_device(monkeypatch):
-    """The host takes the device's place: its name, its driver, and the meter of its memory."""
+    """Makes the host look like a device: its name, its driver, and its memory meter."""
     monkeypatch.setattr(opening, "gpu_of", lambda device_id: "cpu")
     monkeypatch.setattr(opening, "CudaDriver", lambda device_id: LateDriver())
     made = runner_module.TorchRunner.__init__
@@ -47,7 +47,7 @@ def test_a_worker_sizes_its_kv_and_offers_it_by_ipc(part):
         assert ready.facts.device == DeviceKind.CUDA
         assert ready.facts.kv_format == KVFormat.BF16
         assert ready.facts.transports == (Transport.IPC, Transport.ZMQ)
-        left = 0.9 * part * 8 * GIB - 1 * GIB - GIB // 2  # without weights and largest step
+        left = 0.9 * part * 8 * GIB - 1 * GIB - GIB // 2  # after weights and the largest step
         assert 0.5 * left < ready.facts.kv_bytes < left
     finally:
         thread.close()

@@ -1,4 +1,4 @@
-"""Decoders of embeddings give the hidden states that transformers gives, in any company."""
+"""Decoders of embeddings compute the hidden states of transformers, alone and in any batch."""
 
 import shutil
 
@@ -24,7 +24,7 @@ LENGTHS = (5, 40, 1)
 
 
 def embedding_checkpoint(tmp_path_factory, kind):
-    """A new checkpoint with the weights of the base model, without a head."""
+    """Saves a checkpoint with the weights of the base model, without a head."""
     path = tmp_path_factory.mktemp("embedding") / kind
     shutil.copytree(tiny_checkpoint(tmp_path_factory, kind), path)
     weights = load_file(path / WEIGHTS)
@@ -37,14 +37,14 @@ def embedding_checkpoint(tmp_path_factory, kind):
 
 
 def expected(path, token_ids):
-    """The last token's state by transformers, [hidden]."""
+    """Returns the last token's state [hidden], computed by transformers."""
     model = AutoModel.from_pretrained(path, dtype=torch.float32).eval()
     with torch.inference_mode():
         return model(input_ids=torch.tensor([token_ids])).last_hidden_state[0, -1].numpy()
 
 
 def embed(path, *, weights=WeightFormat.FP32, chunk=16):
-    """Embeddings of all prompts, in chunks and together."""
+    """Returns the embeddings of all prompts, computed in chunks and in common batches."""
     runner = TorchRunner(path, block_size=BLOCK_SIZE, num_blocks=12, weights=weights)
     runner.open()
     assert runner.embeds

@@ -1,4 +1,4 @@
-"""Every decoder of text that transformers knows, tiny and random: computed right, or refused.
+"""Tiny random models of every text decoder in transformers: computed correctly, or refused.
 
 A type without a tiny config here is skipped. `--junit-xml` lists the outcome of each type.
 """
@@ -16,9 +16,9 @@ from tests.kits.models.served import Served, generate, prompt, store_as
 pytestmark = [pytest.mark.torch, pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 
 MAX_PARAMETERS = 3e7
-LENGTHS = (7, 90)  # prompts, one within and one beyond all windows
+LENGTHS = (7, 90)  # lengths of prompts: one inside all windows, one beyond all
 NUM_NEW = 8
-SMALL = {  # for a config that has such a property
+SMALL = {  # small values, used if a config has the property
     "head_dim": 8,
     "kv_lora_rank": 8,
     "moe_intermediate_size": 24,
@@ -61,7 +61,7 @@ def tiny_config(model_type):
 
 
 def saved(path, model_type):
-    """Saves a tiny checkpoint of that type, or skips."""
+    """Saves a tiny checkpoint of this model type, or skips the test."""
     try:
         properties = tiny_config(model_type)
         config = AutoConfig.for_model(**properties)
@@ -71,7 +71,7 @@ def saved(path, model_type):
         if size <= MAX_PARAMETERS:
             save_checkpoint(path, properties)
             return
-    except Exception as error:  # configs and models raise what they like
+    except Exception as error:  # configs and models may raise any error
         pytest.skip(f"no tiny config: {error!r:.150}")
     pytest.skip(f"no tiny config: {size} parameters")
 

@@ -1,4 +1,4 @@
-"""Weights of GGUF files: the arithmetic of each type, and whole models equal to transformers'."""
+"""Weights of GGUF files: the arithmetic of each type, and whole models that equal transformers'."""
 
 import random
 import struct
@@ -96,7 +96,9 @@ def test_plain_numbers_keep_their_type_and_bits(kind, dtype, tmp_path):
 
 
 def in_pairs(rows, num_heads):
-    """The rows of each head as llama.cpp rotates them, one by one: a0 b0 a1 b1 …"""
+    """Returns the rows of each head in llama.cpp's order of rotation, pair by pair: a0 b0 a1 b1
+    …
+    """
     size = len(rows) // num_heads
     pairs = [(i, i + size // 2) for i in range(size // 2)]
     return rows[[h * size + i for h in range(num_heads) for pair in pairs for i in pair]]
@@ -119,7 +121,7 @@ def gguf_name(name):
 
 @pytest.fixture
 def saved(tmp_path):
-    """Makes a checkpoint of random weights, and the same as a GGUF file."""
+    """Saves a checkpoint of random weights, and the same model as a GGUF file."""
 
     def save(architecture, **properties):
         contents = tiny(architecture)

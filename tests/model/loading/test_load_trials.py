@@ -1,7 +1,7 @@
-"""Loading notices model properties that a pass does not compute, for many changed models.
+"""Loading detects model properties that a worker's pass does not compute, for many changed models.
 
-Each change is made to a loaded model's modules. Then the model is refused, or the served logits are
-the logits of the changed model by its own code, near and far.
+Each test changes the modules of a loaded model. Then either the model is refused, or the served
+logits equal the logits of the changed model's own code, at near and far positions.
 """
 
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ from tests.kits.checkpoints import CONTEXT_LEN, tiny_checkpoint
 pytestmark = pytest.mark.torch
 
 TOKEN_IDS = [(7 * i * i + 3) % 256 for i in range(CONTEXT_LEN)]
-TOLERANCE = 2e-3  # relative to the spread of the logits
+TOLERANCE = 2e-3  # largest error, relative to the spread of the logits
 NUM_COMPARED = 64
 
 
@@ -43,7 +43,7 @@ def changed_to(module, function):
 
 
 def by_position(module, function):
-    """Makes `module` compute with hidden states that are multiplied by a function of positions."""
+    """Makes `module` multiply its hidden states by a function of their positions."""
 
     def before(_module, args, kwargs):
         factor = function(kwargs["position_ids"].float())[..., None]
@@ -63,7 +63,7 @@ def add_bias(linear):
 
 
 def shift(module):
-    """Mixes in the hidden state of the token before: a state besides K and V."""
+    """Adds a part of the previous token's hidden state, which is a state besides K and V."""
 
     def before(_module, args):
         return (0.7 * args[0] + 0.3 * args[0].roll(1, dims=1),)
@@ -72,7 +72,7 @@ def shift(module):
 
 
 def stretch_with_the_batch(model):
-    """Rotary embeddings that depend on the longest sequence of a batch."""
+    """Makes rotary embeddings depend on the longest sequence of a batch."""
     rotary = model.model.rotary_emb
 
     def before(_module, args, kwargs):
@@ -84,7 +84,9 @@ def stretch_with_the_batch(model):
 
 
 def layer(model):
-    """A layer that is not the first; a builder might take the first one's properties for all."""
+    """Returns a layer that is not the first. A builder might use the first layer's properties for
+    all.
+    """
     return model.model.layers[1]
 
 
@@ -139,7 +141,7 @@ REFUSED = {
     "state of a token",
     "length of the batch",
     "window of one layer",
-    # Hooks of a linear layer, which packing loses.
+    # Hooks of a linear layer, which are lost when the layer is packed.
     "scale of logits",
     "cap of logits",
     "clamp of queries",
@@ -153,7 +155,7 @@ def llama(tmp_path_factory):
 
 
 def logits_served(path, change):
-    """Logits of the last tokens of the longest context; None if the model is refused."""
+    """Returns the logits of the longest context's last tokens; None if the model is refused."""
     load_weights = checkpoint._load_weights
 
     def changed(*arguments):
@@ -215,7 +217,7 @@ def test_a_change_that_begins_at_any_position_is_noticed(llama, begins, strength
 
 
 class Config:
-    """The attributes of a config that `probe.origins` reads."""
+    """The attributes of a config that `probe.origins` uses."""
 
     def __init__(self, **properties):
         self._properties = properties
@@ -228,9 +230,9 @@ class Config:
     ("hides", "is_ours"),
     [
         (lambda q, k: k <= q, True),
-        (lambda q, k: (k <= q) & (k > q - 77), False),  # though no window is told
-        (lambda q, k: (k <= q) & (k // 300 == q // 300), False),  # in chunks
-        (lambda q, k: (k <= q) | (k < 3), False),  # a prefix that sees its future
+        (lambda q, k: (k <= q) & (k > q - 77), False),  # although the layer names no window
+        (lambda q, k: (k <= q) & (k // 300 == q // 300), False),  # attention in chunks
+        (lambda q, k: (k <= q) | (k < 3), False),  # a prefix that attends to later tokens
         (lambda q, k: (k <= q) & ((q - k < 500) | (k == 0)), False),  # but for the first
     ],
 )

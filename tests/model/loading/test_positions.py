@@ -1,4 +1,6 @@
-"""Contexts are as long as rotary embeddings make them, in every way that configs write these."""
+"""The length of a context follows from rotary embeddings, in every form in which configs write
+them.
+"""
 
 import pytest
 import torch
@@ -29,7 +31,7 @@ def served(config, max_len=None):
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
-ROPES = [  # parameters, max_position_embeddings, and the context without and with a wish
+ROPES = [  # parameters, max_position_embeddings, context without and with max_model_len
     ({"rope_type": "default"}, 512, 512, 512),
     (LINEAR, 512, 2048, 2048),
     ({"rope_type": "linear", "factor": 2}, 512, 1024, 1024),
@@ -129,7 +131,7 @@ def opened(path, max_len):
 
 
 def test_longrope_beyond_its_change_is_long_throughout(tmp_path, caplog):
-    """transformers uses the long factors for a prompt beyond it, too."""
+    """For a prompt beyond the change, transformers uses the long factors too."""
     save(tmp_path, 256, rope_type="longrope", original_max_position_embeddings=64, **LONG)
     with Served(tmp_path, num_blocks=16, max_len=200) as model:
         assert model.runner.context_len == 200

@@ -1,4 +1,4 @@
-"""The memory of the largest step is measured once, before KV memory is sized."""
+"""The memory of the largest step is measured once, before the size of KV memory is set."""
 
 import pytest
 import torch
@@ -62,7 +62,7 @@ def test_a_runner_reports_the_memory_that_its_device_needs():
     )
     runner.open()
     assert [needs.device for needs in told] == [DeviceNeeds(USE, 7)]
-    assert runner.warm_up() > 0  # the trial has not changed the model
+    assert runner.warm_up() > 0  # the trial has left the model unchanged
     assert runner.kv_address % 64 == 0
     runner.close()
 

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct, read from its GGUF file: known tokens, equal answers, good English."""
+"""SmolLM2-135M-Instruct, from its GGUF file: known token ids, equal answers, and good English."""
 
 import json
 import math
@@ -29,7 +29,7 @@ TEXT = (
     " carbon dioxide from the air, and they make sugar and oxygen."
 )
 CONTEXT_LEN = 8192
-MAX_PERPLEXITY = 11.0  # for a token; right weights have 10.6, rows in another order 32
+MAX_PERPLEXITY = 11.0  # per token: right weights have 10.6, rows in the wrong order 32
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def text(folder):
 
 @pytest.fixture(scope="module")
 def reference(folder):
-    """transformers' own model, with the weights of the file in fp32."""
+    """Loads transformers' own model, with the weights of the file in fp32."""
     [file] = folder.glob("*.gguf")
     config = AutoConfig.from_pretrained(folder)
     weights = {name: weight[...].float() for name, weight in lazy_weights(file).items()}
@@ -59,7 +59,7 @@ def reference(folder):
     ("words", "ids"),
     [
         ("The capital of France is", [504, 3575, 282, 4649, 314]),
-        ("Hello world 12345", [19556, 905, 216, 33, 34, 35, 36, 37]),  # digits one by one
+        ("Hello world 12345", [19556, 905, 216, 33, 34, 35, 36, 37]),  # each digit is one token
         ("<|im_start|>user\nHi<|im_end|>", [1, 4093, 198, 26843, 2]),
     ],
 )

@@ -1,4 +1,6 @@
-"""Models that once were served wrongly or failed at their first step: now right, or refused."""
+"""Models that Baton once served wrongly, or that failed at their first step: now right, or
+refused.
+"""
 
 import logging
 import shutil
@@ -65,7 +67,7 @@ def save_ministral3(path, original, *, context_len=512):
 
 
 def test_ministral_3_equals_generate_beyond_its_original_context(tmp_path, caplog):
-    """From there on, its queries are scaled by the logarithm of their position."""
+    """Beyond that length, the model scales its queries by the logarithm of their position."""
     save_ministral3(tmp_path, 64)
     assert not check_equals_generate(tmp_path, lengths=(5, 200), num_blocks=20)
     assert "fused logits are off" in caplog.text
@@ -98,7 +100,7 @@ LONGCAT = {
     "head_dim": 8,
 }
 HUNYUAN = {"model_type": "hunyuan_v1_moe", "head_dim": 8, "num_experts": 4, "moe_topk": 2}
-HUNYUAN_LISTS = HUNYUAN | {"moe_topk": [2, 2, 1]}  # for each layer
+HUNYUAN_LISTS = HUNYUAN | {"moe_topk": [2, 2, 1]}  # one number for each layer
 
 
 @pytest.mark.parametrize(
@@ -112,7 +114,7 @@ def test_a_router_whose_weights_are_read_by_another_module_works(extra, dtype, t
 
 
 def test_dbrx_in_bf16_equals_generate(tmp_path):
-    """Its experts read the weights of a child, which in bf16 do not fit activations in fp32."""
+    """The experts use the weights of a child module, whose bf16 does not fit fp32 activations."""
     config = {
         "model_type": "dbrx",
         "d_model": 32,
@@ -132,7 +134,7 @@ def test_dbrx_in_bf16_equals_generate(tmp_path):
 
 @pytest.fixture
 def llama(tmp_path, tmp_path_factory):
-    """A copy that a test may change."""
+    """Returns a copy of a Llama checkpoint that a test may change."""
     return shutil.copytree(tiny_checkpoint(tmp_path_factory, "llama"), tmp_path / "llama")
 
 
@@ -153,7 +155,7 @@ def test_a_model_that_does_not_answer_with_text_is_refused(llama, architecture):
 
 
 def test_an_unused_head_is_refused(llama):
-    """The head is a classifier's, but the config does not say so."""
+    """The head belongs to a classifier, but the config does not mention it."""
     edit_config(llama, architectures=None, tie_word_embeddings=True)
     weights = load_file(llama / WEIGHTS)
     del weights["lm_head.weight"]
@@ -300,7 +302,7 @@ def test_layers_with_a_state_are_refused_beside_attention(tmp_path):
 @pytest.mark.parametrize("kind", ["jetmoe", "dbrx", "qwen2_moe"])
 @pytest.mark.parametrize("is_said", [False, True])
 def test_experts_that_stay_in_fp32_give_a_warning(kind, is_said, tmp_path, caplog, monkeypatch):
-    if is_said:  # as if the experts were of an unknown kind
+    if is_said:  # the experts then look like an unknown kind
         monkeypatch.setattr(linear, "kind_of_experts", lambda _module: None)
     save_checkpoint(tmp_path, OWN_CODE[kind])
     Served(tmp_path, weights=WeightFormat.INT8).runner.close()
@@ -315,7 +317,7 @@ def test_layers_of_two_head_sizes_are_refused(tmp_path):
 
 @pytest.mark.parametrize("kind", ["qwen2_moe", "phimoe", "hunyuan"])
 def test_rounding_may_change_which_experts_are_chosen(kind, tmp_path):
-    """Then logits differ by far more than rounding, and still the model is the right one."""
+    """Logits then differ by far more than rounding errors, although the model is right."""
     phimoe = {"model_type": "phimoe", "num_local_experts": 4, "num_experts_per_tok": 2}
     kinds = {"qwen2_moe": OWN_CODE["qwen2_moe"], "phimoe": phimoe, "hunyuan": HUNYUAN}
     save_checkpoint(tmp_path, COMMON | kinds[kind])

@@ -1,4 +1,4 @@
-"""The sizes that a model's work is estimated from."""
+"""The estimated sizes of a model, from which the work of a step is computed."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,6 @@
-"""Mixtures over packed weights equal the model's own code, in any batch."""
+"""Mixtures of experts over packed weights give the results of the model's own code, in any
+batch.
+"""
 
 import math
 import weakref
@@ -58,7 +60,7 @@ def test_packed_experts_equal_the_experts(team, flags):
 
 
 def initialised(module):
-    """The module with random weights, which it gets from a checkpoint otherwise."""
+    """Gives the module random weights in place of a checkpoint's weights."""
     torch.manual_seed(1)
     for weights in module.parameters():
         nn.init.normal_(weights, std=0.3)
@@ -165,7 +167,7 @@ def test_experts_of_a_quantised_checkpoint_are_not_packed():
 
 
 class Router(nn.Module):
-    """A router as most models write it."""
+    """A router in the form that most models use."""
 
     def __init__(self):
         super().__init__()
@@ -251,6 +253,6 @@ def test_each_weight_is_freed_before_the_next_is_packed(team, monkeypatch):
 
     monkeypatch.setattr(linear, "_packed", counting)
     pack_linears(model, team, WeightFormat.INT8)
-    # The mixture's experts have two; they are packed in one step.
+    # The mixture's experts have two matrices, which are packed in one step.
     assert alive == [7, 5, 4, 3, 2, 1]
     assert all(isinstance(x, PackedLinear) for x in model[:4])

@@ -1,6 +1,4 @@
-"""fp8 linear layers: both ways to multiply agree, and a model with them gives nearly the same
-logits.
-"""
+"""fp8 linear layers: both ways to multiply agree, and a model's logits change only a little."""
 
 from itertools import pairwise
 
@@ -123,14 +121,16 @@ def test_a_model_with_fp8_weights_gives_nearly_the_same_logits():
         found = model(ids).logits
     assert found_names.kept == ("lm_head",)
     assert len(found_names.replaced) == 7 * model.config.num_hidden_layers
-    assert (found - expected).norm() < 0.25 * expected.norm()  # three bits of 32 random sizes
+    assert (found - expected).norm() < 0.25 * expected.norm()  # weights have three fraction bits
 
 
 # ------------------------------------------------------------ experts
 
 
 def grouped_mm(a, b, scale_a, scale_b, *, offs, out_dtype, use_fast_accum):
-    """`torch._scaled_grouped_mm` in plain numbers, after torch's own checks of its arguments."""
+    """Replaces `torch._scaled_grouped_mm`: checks the arguments like torch, then multiplies in
+    fp32.
+    """
     on_meta = [x.to("meta") for x in (a, scale_a, scale_b, offs)]
     whole = torch.empty_strided(b.shape, b.stride(), dtype=b.dtype, device="meta")
     checked = scaled_grouped_mm(
@@ -149,7 +149,9 @@ SIZES = {"hidden": 32, "inner": 48}
 
 
 def token_by_token(experts, x, chosen, shares, flags):
-    """The experts' sums with weights and activations rounded to fp8, from their definition."""
+    """Computes the experts' sums from their definition, with weights and activations rounded to
+    fp8.
+    """
 
     def product(name, expert, x):
         weight = getattr(experts, name)[expert]
@@ -183,7 +185,7 @@ def test_experts_equal_products_of_each_token(monkeypatch, flags, grouped):
     exact = [experts(*x) for x in inputs]
     rounded = Fp8Experts(experts)
     assert not list(rounded.experts.parameters(recurse=False))
-    slack = 0.04 if grouped else 1e-4  # its products are bf16
+    slack = 0.04 if grouped else 1e-4  # grouped products are in bf16
     for x, y, z in zip(inputs, expected, exact, strict=True):
         found = rounded(*x)
         assert found.dtype == x[0].dtype

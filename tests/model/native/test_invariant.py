@@ -1,4 +1,6 @@
-"""Models' own code gives the same bits in any batch and any chunking, or this is reported."""
+"""Models' own code gives the same bits in any batch and any chunking, or loading reports that it
+does not.
+"""
 
 import re
 from contextlib import nullcontext
@@ -38,7 +40,7 @@ FORMS = (WeightFormat.FP32, WeightFormat.BF16, WeightFormat.INT8)
 
 
 class Own(nn.Module):
-    """A module whose weights outside code multiplies by."""
+    """A module whose weights code outside the module uses in products."""
 
     def __init__(self):
         super().__init__()
@@ -79,7 +81,7 @@ def test_element_wise_functions_accept_torchs_arguments(products):
 
 
 def products_of(x, own):
-    """The ways in which models multiply by a matrix, and by experts in one parameter."""
+    """Returns the ways in which models multiply by a matrix, or by experts in one parameter."""
     bias = torch.arange(7.0)
     by_expert = [x.matmul(matrix.T) for matrix in own.experts]
     return {

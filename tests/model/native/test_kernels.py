@@ -1,4 +1,4 @@
-"""The C++ kernels equal torch, and have the same bits in any batch."""
+"""The C++ kernels give torch's results, and the same bits in any batch."""
 
 from functools import partial
 
@@ -28,13 +28,13 @@ pytestmark = pytest.mark.torch
 ROWS = (1, 2, 3, 13, 14, 15, 29, 100)
 SHAPES = ((8, 8), (33, 20), (100, 77), (64, 130), (256, 48))  # outputs, inputs
 FUSED_KINDS = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3")
-ROUNDED = 6e-4  # over int8 KV queries and weights of tokens have 16 bits
+ROUNDED = 6e-4  # largest error over int8 KV: queries and weights of tokens have 16 bits
 GREEDY = Sampling(temperature=0.0)
 
 
 @pytest.fixture(params=["best", "avx2"])
 def kernels(request):
-    """The library for this processor, and the one for a processor without AVX-512."""
+    """The library for this processor, and a library for processors without AVX-512."""
     return library() if request.param == "best" else avx2_kernels()
 
 
@@ -50,7 +50,7 @@ def two_threads():
     team = Team(library(), 2)
     yield team
     team.close()
-    team.library.baton_use_amx(1)  # a test may have ended it
+    team.library.baton_use_amx(1)  # a test may have switched AMX off
 
 
 def tolerance_of(kv_format):
@@ -90,7 +90,7 @@ def test_an_int8_layer_computes_exactly_with_rounded_weights_and_activations(tea
 
 
 def rounded(x):
-    """Rounds to whole numbers up to 127 with a scale for each row, in fp64."""
+    """Rounds each row to whole numbers up to 127 times the row's scale, in fp64."""
     scale = x.abs().amax(1, keepdim=True) / 127
     whole = torch.round(x * (127 / x.abs().amax(1, keepdim=True)))
     return whole.double(), scale.double()
@@ -109,7 +109,7 @@ def test_a_row_of_a_linear_layer_has_the_same_bits_in_any_batch(team, form):
 
 @pytest.mark.parametrize("form", [WeightFormat.FP32, WeightFormat.BF16, WeightFormat.INT8])
 def test_avx2_and_avx512_give_the_same_bits(form, two_threads):
-    two_threads.library.baton_use_amx(0)  # sums of bf16 products are rounded in its own way
+    two_threads.library.baton_use_amx(0)  # AMX rounds sums of bf16 products differently
     other = Team(avx2_kernels(), 1)
     linear = linear_of(70, 150)
     x = torch.randn(20, 150)
@@ -235,8 +235,8 @@ def test_models_of_llamas_shape_are_computed_as_a_whole(tmp_path_factory, kind, 
     [*((WeightFormat.INT8, kv_format) for kv_format in KVFormat), (WeightFormat.FP32, "fp32")],
 )
 def test_logits_have_the_same_bits_in_any_batch(tmp_path_factory, kind, weights, kv_format):
-    """Alone and in a batch, in any chunking (prefill), and by one or several tokens after a prefix
-    (decode, verification of a draft).
+    """Logits are computed alone and in a batch, in any chunking (prefill), and by one or several
+    tokens after a prefix (decode, verification of a draft).
     """
     runner = opened(tmp_path_factory, kind, weights=weights, kv_format=KVFormat(kv_format))
     logits = partial(logits_in_chunks, runner)

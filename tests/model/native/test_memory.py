@@ -1,4 +1,4 @@
-"""Memory of packed weights."""
+"""Memory of packed weights returns to the system after it was freed."""
 
 from pathlib import Path
 
@@ -37,7 +37,7 @@ def anonymous_kib():
 
 def test_freed_memory_goes_back_to_the_system():
     held = [torch.ones(10_000) for _ in range(4000)]  # 160 MB in pieces
-    last = held.pop()  # at the heap's end, so that the heap cannot shrink
+    last = held.pop()  # the end of the heap, so the heap cannot shrink
     before = anonymous_kib()
     held.clear()
     return_freed_memory()

@@ -1,4 +1,4 @@
-"""The C++ sampler chooses the tokens of the definition, with any number of threads."""
+"""The C++ sampler chooses the same tokens as the definition, with any number of threads."""
 
 import math
 from functools import cache
@@ -32,7 +32,7 @@ INF = math.inf
 
 @pytest.fixture(params=["best", "avx2"])
 def team(request):
-    """The library for this processor, and the one for a processor without AVX-512."""
+    """The library for this processor, and a library for processors without AVX-512."""
     return team_of(request.param, 2)
 
 
@@ -71,7 +71,7 @@ def test_cpp_chooses_the_tokens_of_the_definition(team, kind, shape):
 
 @cache
 def defined(kind, shape, vocab):
-    """The definition's result, cached: it takes long, and is the same for every team."""
+    """Returns the tokens of the definition. They are cached, because all teams must choose them."""
     return definition.sample(
         LOGITS[shape](NUM_ROWS, vocab), choices_of_kind(kind, NUM_ROWS)
     ).tolist()
@@ -95,7 +95,7 @@ samplings = st.builds(
 
 @st.composite
 def batches(draw):
-    """Logits, samplings, positions and banned ids of up to 40 rows."""
+    """Generates logits, samplings, positions and banned ids of up to 40 rows."""
     num_rows = draw(st.integers(1, 40))
     vocab = draw(st.integers(1, 700))
     logits = random_logits(
@@ -169,7 +169,7 @@ def test_extreme_temperatures_are_exact(team, temperature, masks):
 
 
 def test_tied_scores_of_different_logits_are_kept_or_dropped_together(team):
-    """In fp64 all small logits are equally far from the best."""
+    """In fp64 all small logits have the same distance from the best logit."""
     logits = torch.tensor([[1e20, *(i * 1e-30 for i in range(99))]]).expand(200, -1)
     for masks in ({"top_k": 2}, {"top_p": 0.6}, {"min_p": 0.3}):
         drawn = [Sampling(temperature=1e20, seed=seed, **masks) for seed in range(200)]
@@ -182,8 +182,8 @@ def test_an_empty_batch_is_accepted(team):
 
 
 def test_near_ties_in_fp32_are_resolved(team):
-    """Two tokens have the least and the most noise. The latter's logit moves in steps of an ulp
-    around the point where it begins to win.
+    """Two tokens have the least and the most noise. The logit of the second token moves in steps of
+    an ulp around the value at which this token begins to win.
     """
     vocab, drawn, position = 2**15, Sampling(temperature=0.7, seed=9), 4
     noise = noise_of(drawn.seed, position, vocab)
@@ -198,7 +198,7 @@ def test_near_ties_in_fp32_are_resolved(team):
 
 
 def test_the_lower_id_wins_a_tie_of_score_and_noise(team):
-    """Among this many tokens a few share a word of noise."""
+    """With this many tokens, a few tokens have the same word of noise."""
     vocab, seed, position = 2**18, 3, 11
     found, order = noise_of(seed, position, vocab).sort(stable=True)
     twins = (found.diff() == 0).nonzero().flatten().tolist()

@@ -1,4 +1,4 @@
-"""Workers of several ranks choose the tokens that one rank chooses."""
+"""Workers of several ranks choose the same tokens as one rank."""
 
 import os
 from functools import cache
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.torch
 GREEDY = Sampling(temperature=0.0)
 PROMPTS = (list(range(1, 20)), [40, 41, 42], list(range(90, 60, -1)))
 NUM_TOKENS = 12
-NUM_BLOCKS = 96  # more than all answers need, as short ones go on with long ones
+NUM_BLOCKS = 96  # more than all answers need, because short answers wait for long ones
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def processes():
 
 
 def answers(runner, *, chunk=7):
-    """Greedy answers of all prompts in common batches; prompts are computed in chunks."""
+    """Returns greedy answers to all prompts, in common batches. Prompts are computed in chunks."""
     width = NUM_BLOCKS // len(PROMPTS)
     tables = [list(range(i * width, (i + 1) * width)) for i in range(len(PROMPTS))]
     texts, starts = [list(prompt) for prompt in PROMPTS], [0] * len(PROMPTS)
@@ -69,8 +69,8 @@ def answers_of_one(path):
         ("qwen3_moe", 2, 1, 2),
         ("gemma3", 2, 1, 1),
         ("gemma3", 1, 2, 1),
-        ("gemma", 2, 1, 1),  # one KV head, which both ranks hold
-        ("phi3", 2, 1, 1),  # attention on every rank
+        ("gemma", 2, 1, 1),  # one KV head, which both ranks have
+        ("phi3", 2, 1, 1),  # every rank computes the whole attention
     ],
 )
 def test_ranks_choose_the_greedy_tokens_of_one_rank(tmp_path_factory, processes, kind, tp, pp, ep):
@@ -122,7 +122,7 @@ def test_no_port_of_the_ranks_is_open_to_other_machines(monkeypatch, tmp_path):
 
 
 def descriptors():
-    """The descriptors of this process that are still open."""
+    """Returns the file descriptors of this process that are open."""
     return [link for link in Path("/proc/self/fd").iterdir() if os.path.lexists(link)]
 
 

@@ -177,7 +177,7 @@ extremes = st.sampled_from([0.0, -0.0, 1e-45, -1e-38, 3.4e38, -3.4e38, 7e37])
 numbers = st.integers(-12, 12).map(lambda i: i / 4) | extremes  # a grid, so that logits often tie
 penalties = st.integers(-8, 8).map(lambda i: i / 4) | st.sampled_from([1e30, -1e38, 1e300, 1e-40])
 ids = st.integers(0, VOCAB - 1)
-favourites = st.integers(0, 5) | ids  # so that some are there often
+favourites = st.integers(0, 5) | ids  # so that some ids occur often
 samplings = st.builds(
     Sampling,
     temperature=st.just(0.0) | st.floats(0.05, 3.0),
@@ -220,7 +220,7 @@ def test_all_implementations_choose_the_same_and_torch_equals_plain_python(batch
 
 
 def random_choices(num_rows, vocab, rng):
-    """Rows of all kinds, with long histories."""
+    """Generates rows of all kinds, with long histories."""
     for row in range(num_rows):
         history = array("i", rng.integers(0, vocab, rng.integers(0, 3000)).astype(np.int32))
         is_penalised, is_biased, is_masked, is_greedy = rng.random(4) < 0.5

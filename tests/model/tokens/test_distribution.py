@@ -1,6 +1,6 @@
-"""Drawn tokens follow softmax: Pearson's chi-square test of 200,000 tokens of one position.
+"""Drawn tokens follow softmax: Pearson's chi-square test with 200,000 tokens at one position.
 
-Seeds are fixed, so a test passes always or never.
+Seeds are fixed, so each test either always passes or always fails.
 """
 
 import gc
@@ -25,13 +25,13 @@ NUM_SAMPLES = 200_000
 BATCH_ROWS = 10_000
 POSITION = 9
 VOCAB = 24
-MAX_DEVIATIONS = 4.0  # a normal variable exceeds it in one case of 16,000
+MAX_DEVIATIONS = 4.0  # a normal variable exceeds this in one of 16,000 cases
 TEMPERATURES = [0.3, 0.7, 1.0, 1.5]
 LOGITS = torch.randn(VOCAB, generator=torch.Generator().manual_seed(7)) * 1.5
 
 
 @pytest.fixture(autouse=True)
-def _without_searches_for_garbage():  # there is none among objects by the hundred thousand
+def _without_searches_for_garbage():  # hundreds of thousands of objects would be searched
     gc.disable()
     yield
     gc.enable()
@@ -46,14 +46,14 @@ def native_sampler(logits, choices):
 
 
 def choices_of_seeds(kind, **others):
-    """Returns the same choice with every seed."""
+    """Returns one choice for each seed; all else is equal."""
     values = {name: getattr(kind, name) for name in kind.__struct_fields__ if name != "seed"}
     for seed in range(NUM_SAMPLES):
         yield TokenChoice(Sampling(seed=seed, **values), POSITION, **others)
 
 
 def counts_of(sampler, choices):
-    """Counts of each id."""
+    """Returns how often each id occurs."""
     logits = LOGITS.expand(BATCH_ROWS, -1)
     counts = torch.zeros(VOCAB, dtype=torch.int64)
     while batch := list(islice(choices, BATCH_ROWS)):
@@ -63,7 +63,7 @@ def counts_of(sampler, choices):
 
 
 def expected_probabilities(kind, **others):
-    """Softmax of the changed logits at the temperature, cut by top_k and top_p."""
+    """Returns the softmax of the changed logits at the temperature, cut by top_k and top_p."""
     logits = np.array(reference_changed(LOGITS.tolist(), TokenChoice(kind, POSITION, **others)))
     weights = np.exp((logits - logits.max()) / kind.temperature)
     order = np.argsort(-weights)
@@ -76,9 +76,10 @@ def expected_probabilities(kind, **others):
 
 
 def deviations(counts, probabilities):
-    """Pearson's statistic as a normal variable, by Wilson and Hilferty; rare ids are pooled.
+    """Returns Pearson's statistic as a normal variable, by Wilson and Hilferty. Rare ids are
+    pooled.
 
-    Infinite if an impossible id occurs.
+    Returns infinity if an impossible id occurs.
     """
     expected = probabilities * counts.sum()
     if counts[expected == 0].any():
@@ -130,7 +131,7 @@ CHANGED = {
 
 @pytest.mark.parametrize("name", CHANGED)
 def test_changed_and_bounded_samples_follow_the_remaining_softmax(name):
-    """Torch's implementation chooses the same tokens: `test_changes` compares them."""
+    """torch's implementation chooses the same tokens, which `test_changes` checks."""
     kind, others = CHANGED[name]
     counts = counts_of(native_sampler, choices_of_seeds(kind, **others))
     assert follow(counts, kind, **others)

@@ -1,6 +1,7 @@
-"""A draft's K and V travel in the target's blocks, with the bytes that the draft alone would store.
+"""A draft model's K and V are transferred in the target's blocks, with the bytes of the draft
+alone.
 
-The draft never proposes here, but its KV must be ready for proposals.
+The draft model never proposes here, but its KV must be ready for proposals.
 """
 
 import json
@@ -32,7 +33,7 @@ BLOCK_SIZE = 4
 NUM_NEW_TOKENS = 9
 SAMPLING = Sampling(temperature=0.9, seed=5)
 BUNDLED = BUNDLED_MODEL.parent
-PAIRS = (  # target, draft: both are fused, or only one of them; their heads differ
+PAIRS = (  # target, draft: one C++ call computes both or only one; heads differ
     ("llama", "qwen3"),
     ("gemma2", "gpt_neox"),
     ("mixtral", "gemma"),
@@ -47,7 +48,7 @@ FORMATS = (
 
 @pytest.fixture
 def open_runner():
-    """Opens runners, which are closed at the end of the test."""
+    """Opens runners, and closes them at the end of the test."""
     runners = []
 
     def open_one(path, **options):
@@ -62,14 +63,14 @@ def open_runner():
 
 
 def section_bytes(runner, section):
-    """The bytes of one section of every block, [num_blocks, section_bytes]."""
+    """Returns the bytes of one section of every block, [num_blocks, section_bytes]."""
     blocks = torch.frombuffer(runner.buffer, dtype=torch.uint8)
     begin, end = (runner.layout.section_offset_bytes(i) for i in (section, section + 1))
     return blocks.view(runner.num_blocks, -1)[:, begin:end].clone()
 
 
 def record_of(runner, table, num_tokens):
-    """The blocks' contents for the first tokens of a sequence: both models, K, V and scales."""
+    """Returns the blocks' contents for a sequence's first tokens: both models, K, V and scales."""
     found = []
     for forward in (runner._forward, runner.draft_forward):
         kept = forward._loaded.context.cache
@@ -86,8 +87,9 @@ def prompts(*lengths):
 
 
 def generate(runner, texts, tables, *, chunk=1000, start=0):
-    """Answers to all texts, computed in chunks and then token by token in common batches; also the
-    plans that were run. The first `start` tokens of each are in its blocks already.
+    """Returns the answers to all texts, and the plans that were run. Prompts are computed in
+    chunks, then answers token by token in common batches. The blocks of each text already have its
+    first `start` tokens.
     """
     sequences = [list(text) for text in texts]
     done = [start] * len(texts)
@@ -109,8 +111,8 @@ scattered = partial(scattered, num_blocks=NUM_BLOCKS)
 
 
 def check_both_sections(pair, target, draft):
-    """Runs batches of ragged rows. Each section, to the last byte, and every token must equal those
-    of the model alone.
+    """Runs batches of ragged rows. Each byte of each section, and every token, must equal the
+    results of the section's model alone.
     """
     texts = prompts(1, 11, 23)
     answers, plans = generate(pair, texts, scattered(3), chunk=7)
@@ -141,7 +143,7 @@ def test_each_section_holds_what_its_model_stores_alone(
 def test_each_section_holds_what_its_model_stores_as_a_gpu_computes(
     tmp_path_factory, open_runner, monkeypatch
 ):
-    """On a CPU, but by the code for GPUs: packed steps, and padded decode steps."""
+    """Uses the code for GPUs on a CPU: packed steps, and padded decode steps."""
     monkeypatch.setattr(runner_module, "_forward", as_on_a_gpu((4,)))
     target_path, draft_path = (tiny_checkpoint(tmp_path_factory, kind) for kind in PAIRS[0])
     options = {"weights": WeightFormat.FP32}
@@ -171,7 +173,7 @@ def test_chunks_and_prefixes_change_no_byte_of_either_section(tmp_path_factory, 
 
 
 def test_another_worker_continues_both_sections_of_a_record(tmp_path_factory, open_runner):
-    """The handoff: other block ids, a pool of another size, whole blocks copied as bytes."""
+    """The hand-over: other block ids, a pool of another size, and whole blocks copied as bytes."""
     path, draft_path = (tiny_checkpoint(tmp_path_factory, kind) for kind in PAIRS[0])
     options = {"draft": draft_path, "kv_format": KVFormat.INT4}
     source, sink = (open_runner(path, num_blocks=n, **options) for n in (NUM_BLOCKS, 23))
@@ -198,7 +200,7 @@ def test_another_worker_continues_both_sections_of_a_record(tmp_path_factory, op
     with torch.inference_mode():
         found = sink.draft_forward.logits([last], [0])
         expected = draft._forward.logits([whole], [len(text)])
-    assert torch.equal(found, expected)  # it can draft: nothing was left to prefill
+    assert torch.equal(found, expected)  # the worker can draft, because no KV was missing
 
 
 def test_the_fingerprint_depends_on_the_draft(tmp_path_factory, tmp_path, open_runner):
@@ -250,7 +252,7 @@ def test_a_draft_with_a_different_tokenizer_is_refused(tmp_path_factory, tmp_pat
 
 
 def test_a_format_that_the_drafts_heads_do_not_fit_is_refused(tmp_path_factory, tmp_path):
-    """The heads have nine elements."""
+    """Each head has nine elements."""
     save_checkpoint(tmp_path, COMMON | {"model_type": "gpt_neox", "hidden_size": 36})
     path = tiny_checkpoint(tmp_path_factory, "llama")
     runner = TorchRunner(path, draft=tmp_path, num_blocks=1, kv_format=KVFormat.INT4)
@@ -289,7 +291,7 @@ def test_the_targets_threads_compute_the_draft_too(tmp_path_factory, open_runner
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        open_runner(path)  # also starts threads of torch's own
+        open_runner(path)  # also starts torch's own threads
         started = [num_threads()]
         for options in ({}, {"draft": draft_path}):
             open_runner(path, **options)

@@ -1,4 +1,4 @@
-"""Log-probabilities equal log_softmax's; ranks and likeliest tokens equal a plain sort's."""
+"""Log-probabilities equal log_softmax. Ranks and likeliest tokens equal the result of a sort."""
 
 import math
 
@@ -17,7 +17,7 @@ INF = math.inf
 
 
 def plain_logprobs(logits, token_id, num_top):
-    """Computes the same for one row in plain Python."""
+    """Computes log-probability, rank and likeliest tokens of one row in plain Python."""
     best = max(logits)
     log_total = best + math.log(math.fsum(math.exp(x - best) for x in logits))
     order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))[:num_top]
@@ -44,7 +44,7 @@ def check(logits, token_ids, num_tops):
 VOCAB = 12
 grid = st.integers(-6, 6).map(lambda i: i / 2) | st.sampled_from([0.0, -0.0, 1e-45, -1e-45, -INF])
 rows = st.tuples(
-    # The first is finite, so that there is a distribution.
+    # The first logit is finite, so that softmax is defined.
     st.tuples(
         st.integers(-3, 3).map(float), st.lists(grid, min_size=VOCAB - 1, max_size=VOCAB - 1)
     ),

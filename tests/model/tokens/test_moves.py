@@ -39,7 +39,8 @@ def test_moving_a_sequence_any_number_of_times_changes_no_token(runners, expecte
     found, pools = answered(runners, speculate=speculate, rng=random.Random(7))
     check(found, expected)
     assert pools.num_moves.total() > NUM_REQUESTS
-    # Copies are of use. How many blocks they save varies: how much is drafted depends on time.
+    # Copies save transfers. The number of saved blocks varies, because drafting depends on
+    # durations.
     assert pools.num_found > pools.num_pulled / 2
-    # The draft model had not seen all tokens of some rows: it catches up, and drafts as usual.
+    # The draft model had missed tokens of some rows. It computes them later, and drafts as usual.
     assert pools.num_moves[False] > 0

@@ -1,7 +1,7 @@
-"""Steps that are planned and queued while one is computed choose the same tokens.
+"""Steps that are planned and queued during the step before choose the same tokens.
 
-The GPU's forward pass runs on a CPU here. `tests/props/test_worker_pair.py` proves the order of
-what happens with a fake model that is late on purpose.
+The GPU's forward pass runs on a CPU here. `tests/props/test_worker_pair.py` tests the order of
+events, with a fake model that delays its results.
 """
 
 from itertools import pairwise
@@ -24,7 +24,7 @@ from tests.kits.models.requests import EOS, requests
 pytestmark = pytest.mark.torch
 
 NUM_REQUESTS = 40
-SIZES = (1, 2, 4, 8)  # rows of padded steps
+SIZES = (1, 2, 4, 8)  # numbers of rows of padded steps
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_overlapped_steps_choose_the_tokens_of_steps_one_by_one(runner, seed, mo
     for one, other in zip(found, expected, strict=True):
         assert one.answer == other.answer, one.sampling
         assert one.is_finished
-        # The last bits depend on what else is in a batch.
+        # The last bits of results depend on the other rows of a batch.
         assert _values(one) == pytest.approx(_values(other), abs=1e-4)
 
 

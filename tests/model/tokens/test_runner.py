@@ -1,4 +1,4 @@
-"""The runner's tokens equal transformers', for any chunks, blocks and batch."""
+"""The runner's tokens equal the tokens of transformers, for any chunks, blocks and batch."""
 
 import random
 from functools import cache, partial
@@ -49,7 +49,7 @@ def test_a_step_has_a_result_once_the_device_has_passed_its_fence():
 
 
 class Client:
-    """A sequence that is computed in chunks and then token by token, as schedulers would."""
+    """A sequence that is computed in chunks and then token by token, in the way of schedulers."""
 
     def __init__(self, name, prompt, chunks, sampling, blocks):
         self.name = name
@@ -83,7 +83,7 @@ class Client:
 
 
 def serve(runner, clients):
-    """Runs all clients in common batches until each has its new tokens."""
+    """Runs all clients in common batches until each client has its new tokens."""
     while running := [c for c in clients if len(c.answer) < NUM_NEW_TOKENS]:
         result = runner.run(BatchPlan([c.next_row() for c in running]))
         for client, token in zip(running, result.tokens, strict=True):
@@ -101,7 +101,7 @@ def prompts(count):
 
 @cache
 def opened(path, **options):
-    # Transformers' own answers are computed in fp32.
+    # transformers computes its answers in fp32.
     options.setdefault("weights", WeightFormat.FP32)
     runner = TorchRunner(path, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, **options)
     runner.open()
@@ -166,7 +166,9 @@ def test_sampled_answers_do_not_depend_on_chunks_blocks_or_batch(llama):
 
 
 def test_recomputing_its_tokens_does_not_change_an_answer(llama):
-    """Failover: prompt and tokens so far, prefilled anew, give the token that would have come."""
+    """After a failover, prompt and answer so far are prefilled again. The next token stays the
+    same.
+    """
     (text,) = prompts(1)
     sampling = Sampling(temperature=1.0, seed=11)
     (answer,) = serve(llama, [Client("a", text, (), sampling, scattered(1)[0])])
@@ -206,7 +208,7 @@ def test_banned_ids_are_not_chosen(llama):
 
 
 def test_a_bf16_cache_gives_answers_that_do_not_depend_on_chunks(tmp_path_factory):
-    """K and V are read from the record only, so the present chunk's are rounded too."""
+    """K and V are read only from the record, so those of the present chunk are rounded too."""
     runner = opened(tiny_checkpoint(tmp_path_factory, "qwen3"), kv_format=KVFormat.BF16)
     text = prompts(4)[3]
     whole, chunked = (

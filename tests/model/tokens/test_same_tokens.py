@@ -1,4 +1,4 @@
-"""Speculation, hand-over and memory pressure change no token: 100 requests of every kind."""
+"""Speculation, hand-over and scarce memory change no token: 100 requests of every kind."""
 
 import pytest
 from hypothesis import given, settings
@@ -25,7 +25,7 @@ def guides(runners):
 
 @pytest.fixture(scope="module")
 def worker(runners, guides):
-    """Makes a worker that decodes on the second runner, and in any other role on the first."""
+    """Makes a worker. A decode worker uses the second runner, other roles the first."""
 
     def make(role, speculate=Speculate.OFF, **options):
         runner = runners[role is Role.DECODE]
@@ -37,7 +37,7 @@ def worker(runners, guides):
 
 @pytest.fixture(scope="module")
 def expected(worker):
-    """The answers of colocated serving without speculation."""
+    """Returns the answers of serving on one mixed worker without speculation."""
     plain = worker(Role.MIXED)
     return Pools(plain, plain).answer(requests(NUM_REQUESTS, seed=1))
 
@@ -66,7 +66,7 @@ def test_prompts_computed_at_the_decode_worker_get_the_same_tokens(worker, expec
 
 @pytest.mark.parametrize("speculate", [Speculate.OFF, Speculate.AUTO])
 def test_preempted_sequences_continue_with_the_same_tokens(worker, expected, speculate):
-    # With a growth of 1 no sequence is refused for the later needs of others.
+    # With a growth of 1, no sequence is refused for the future needs of other sequences.
     sink = worker(Role.DECODE, speculate, num_blocks=24, growth_tokens=1)
     found = Pools(worker(Role.PREFILL), sink).answer(requests(NUM_REQUESTS, seed=1))
     check(found, expected)

@@ -1,4 +1,6 @@
-"""Bounds work as defined, all implementations choose the same, and the batch has no influence."""
+"""Bounds work as defined, all implementations choose the same tokens, and batches have no
+influence.
+"""
 
 import math
 
@@ -71,7 +73,7 @@ samplings = st.builds(
 )
 VOCAB = 10
 rows = st.tuples(
-    # A grid, so that logits often tie.
+    # A grid, so that logits are often equal.
     st.lists(st.integers(-12, 12).map(lambda i: i / 4), min_size=VOCAB, max_size=VOCAB),
     samplings,
     st.integers(0, 2**20),

@@ -1,7 +1,7 @@
 """Speculation changes no token and no log-probability: the bundled pair on its CPU path.
 
-Clients track what a decode scheduler tracks: the tokens that the draft model has seen, the
-proposals, and the kept tokens. Their results are compared with those without proposals.
+Clients record what a decode scheduler records: the tokens that the draft model has computed, the
+proposals, and the kept tokens. Their results are compared with the results without proposals.
 """
 
 import random
@@ -61,7 +61,7 @@ SAMPLINGS = {
 
 
 class ParityGuide:
-    """Allows two ids in three, depending on the token before and on the length."""
+    """Allows two of three ids, depending on the previous token and on the length."""
 
     def __init__(self):
         self._answer = []
@@ -99,7 +99,7 @@ class ParityGuide:
 
 
 class Client:
-    """A sequence that is computed as schedulers would; `propose` says what a step drafts."""
+    """A sequence, computed in the way of schedulers. `propose` returns what a step drafts."""
 
     def __init__(self, name, kind, prompt, blocks, propose=None, chunks=()):
         self.name, self.kind = name, kind
@@ -162,7 +162,7 @@ class Client:
 
 
 def serve(runner, clients):
-    """Runs all clients in common batches until each has its new tokens."""
+    """Runs all clients in common batches until each client has its new tokens."""
     while running := [c for c in clients if len(c.answer) < NUM_NEW_TOKENS]:
         rows = [client.next_row() for client in running]
         result = runner.run(BatchPlan(rows))
@@ -202,7 +202,7 @@ def pair():
 
 @pytest.fixture(scope="module")
 def plain(pair):
-    """The result of one client of each kind alone, without proposals."""
+    """Returns the result of one client of each kind alone, without proposals."""
     (blocks,) = tables(1)
     clients = {kind: Client("alone", kind, prompt(i), blocks) for i, kind in enumerate(SAMPLINGS)}
     for client in clients.values():
@@ -213,7 +213,7 @@ def plain(pair):
 
 
 def by_model(rng):
-    """The draft model proposes in some steps, and is left out of others."""
+    """Lets the draft model propose in some steps, and leaves it out of other steps."""
 
     def propose(client, room):
         if rng.random() < 0.2:
@@ -237,7 +237,7 @@ def perfect(rng, answer):
 
 
 def nearly_perfect(rng, answer):
-    """Right up to a random place; then wrong from there on, or only there."""
+    """Proposes the right tokens, except for one token at a random place."""
     right = perfect(rng, answer)
 
     def propose(client, room):
@@ -251,7 +251,7 @@ def nearly_perfect(rng, answer):
 
 
 def anything(rng, answer):
-    """A different way to propose in each step."""
+    """Proposes in a different way in each step."""
     ways = by_model(rng), garbage(rng), perfect(rng, answer), nearly_perfect(rng, answer)
     return lambda client, room: rng.choice(ways)(client, room)
 
@@ -270,7 +270,7 @@ PROPOSERS = {
 def test_proposals_change_neither_tokens_nor_logprobs(pair, plain, name, company):
     """Batches contain decode rows and chunks of other prompts.
 
-    If a client follows a grammar, more of a step is Python.
+    If a client follows a grammar, Python computes more of the step.
     """
     rng = random.Random(0)
     kinds = [k for k in SAMPLINGS if company == "of all kinds" or "grammar" not in k]
@@ -305,7 +305,9 @@ def test_a_perfect_draft_is_kept_with_one_token_more(pair, plain):
 
 
 def test_a_step_overwrites_the_kv_of_rejected_tokens(pair, plain):
-    """Long garbage, then no proposals at all: the next steps overwrite its KV."""
+    """Long wrong proposals are followed by steps without proposals, which must overwrite their
+    KV.
+    """
     (blocks,) = tables(1)
     client = Client("a", "temperature", prompt(1), blocks)
     rng = random.Random(3)
@@ -322,8 +324,8 @@ def test_a_step_overwrites_the_kv_of_rejected_tokens(pair, plain):
 
 
 def test_a_draft_proposes_as_it_would_choose_as_a_target(plain):
-    """Noise, penalties, bans, bias and masks are the same: a model that drafts for itself is never
-    wrong.
+    """Noise, penalties, bans, bias and masks are the same: a model that drafts for itself proposes
+    only tokens that are kept.
     """
     runner = TorchRunner(
         BUNDLED / "draft",
@@ -347,8 +349,8 @@ def test_a_draft_proposes_as_it_would_choose_as_a_target(plain):
 
 @pytest.fixture
 def drafting(pair):
-    """Proposals of every kind, with at most a prefix seen by the draft model, and rows without
-    proposals.
+    """Generates proposals of every kind, and rows without proposals. At most a prefix of each row
+    has draft KV.
     """
     found = []
     for i, (kind, blocks) in enumerate(zip(SAMPLINGS, tables(len(SAMPLINGS)), strict=True)):
@@ -390,7 +392,7 @@ def test_one_call_proposes_the_tokens_of_step_by_step(pair, drafting):
 
 
 def test_one_call_verifies_like_separate_parts(pair):
-    """Rows that choose, that score, that do both or neither; with proposals and without."""
+    """Rows choose, are scored, both or neither; with proposals and without."""
     rng = random.Random(5)
     proposals = []
     for i, (kind, blocks) in enumerate(zip(SAMPLINGS, tables(len(SAMPLINGS)), strict=True)):
@@ -419,7 +421,9 @@ def test_one_call_verifies_like_separate_parts(pair):
 
 
 def test_catching_up_proposes_the_same_as_seeing_each_token(pair):
-    """Token by token, in pieces, and all with the pass that proposes."""
+    """The draft model computes missed tokens one by one, in pieces, or all in the pass that
+    proposes.
+    """
     tokens = prompt(5)
     proposed = []
     cuts = range(len(tokens)), (0, 7, 8, 28), (0,)
@@ -442,7 +446,7 @@ def test_catching_up_proposes_the_same_as_seeing_each_token(pair):
 
 
 def test_scored_tokens_have_the_ranks_of_softmax(pair):
-    """Prompts are scored whole, or in chunks of which the last one also chooses a token."""
+    """Prompts are scored at once, or in chunks. The last chunk also chooses a token."""
     tokens = prompt(6)
     whole, chunked = tables(2)
     row = Row("a", tokens, 0, whole, SAMPLINGS["nucleus"], scored=tokens[1:], num_top=3)
@@ -472,7 +476,7 @@ def test_scored_tokens_have_the_ranks_of_softmax(pair):
 
 
 def test_verification_reuses_the_masks_of_drafting(pair):
-    """The guide is asked once a place: for each proposed token, and behind the last."""
+    """The guide computes one mask for each place: for each proposed token, and after the last."""
     (blocks,) = tables(1)
     client = Client("a", "grammar", prompt(1), blocks)
     serve_until_answering(pair, client)
@@ -508,7 +512,7 @@ def test_a_grammar_cuts_off_forbidden_proposals(pair):
 
 @pytest.mark.parametrize("way", ["as on a GPU", "layer by layer"])
 def test_every_forward_pass_drafts_and_verifies(tmp_path_factory, monkeypatch, way):
-    """The models have random weights, and no token is near a tie."""
+    """The models have random weights, and no two best logits are nearly equal."""
     kinds = ("mixtral", "gpt_neox") if way == "layer by layer" else ("llama", "qwen3")
     target, draft = (tiny_checkpoint(tmp_path_factory, kind) for kind in kinds)
     if way == "as on a GPU":

@@ -1,4 +1,6 @@
-"""Answers of the bundled model under schemas: finished ones validate, and drafts change nothing."""
+"""Answers of the bundled model under schemas: complete answers are valid, and drafts change
+nothing.
+"""
 
 import json
 from dataclasses import dataclass, field
@@ -21,9 +23,9 @@ pytestmark = pytest.mark.torch
 
 BUNDLED = BUNDLED_MODEL.parent
 TOKENIZER = BUNDLED / "target" / "tokenizer.json"
-SEEDS = range(300, 500)  # the unit test uses lower ones
+SEEDS = range(300, 500)  # seeds that the unit test does not use
 BLOCK_SIZE = 16
-MAX_TOKENS = 240  # prompt, answer and drafts
+MAX_TOKENS = 240  # most tokens of prompt, answer and drafts
 BLOCKS_EACH = MAX_TOKENS // BLOCK_SIZE + 1
 NUM_ROWS = 40
 NUM_DRAFTED = 4
@@ -32,7 +34,7 @@ NUM_BIASED = 60
 
 @dataclass
 class Client:
-    """A sequence whose answer has to follow a schema."""
+    """A sequence whose answer must follow a schema."""
 
     seed: int
     blocks: list[int]
@@ -55,7 +57,8 @@ class Client:
             self.blocks,
             self.sampling,
             num_to_draft=0 if is_first else num_to_draft,
-            # All of the answer again: what the draft model has not seen is not kept here.
+            # Passes the whole answer again, because this client does not record which tokens have
+            # draft KV.
             draft_token_ids=self.token_ids if num_to_draft else (),
             guide=self.guide,
         )
@@ -97,7 +100,7 @@ def guides(runner):
 
 @cache
 def brevity():
-    """Biases that make a small model finish."""
+    """Returns biases with which a small model ends its answers early."""
     texts = [tokenizer().decode([i], skip_special_tokens=False) for i in range(4096)]
     weights = terseness(texts)
     likely = weights.argsort()[::-1][:NUM_BIASED].tolist()
@@ -120,7 +123,9 @@ def client(seed, slot, guides):
 
 
 def answers(runner, guides, seeds, num_to_draft=0):
-    """Clients of these seeds after their answers; up to NUM_ROWS of them share each step."""
+    """Returns clients of these seeds after their answers. Up to NUM_ROWS clients share each
+    step.
+    """
     waiting, running, done = list(seeds), [], []
     slots = list(range(NUM_ROWS))
     while waiting or running:

@@ -1,7 +1,7 @@
 """The Triton sampler, checked without a GPU.
 
-Its tokens are compared with the definition's under triton's interpreter, in
-`interpreted_sampling.py`. Compiling it shows that it compiles for a Hopper GPU and fits it.
+`interpreted_sampling.py` compares its tokens with the definition's under triton's interpreter. Here
+the kernel is compiled for a Hopper GPU, and must fit it.
 """
 
 import pytest
@@ -23,7 +23,7 @@ def test_the_sampler_chooses_the_tokens_of_the_definition_under_the_interpreter(
 
 
 class RecordedKernel:
-    """The kernel of a module, with its launches recorded."""
+    """Replaces a kernel and records its launches."""
 
     def __init__(self):
         self.launches = []
