@@ -1,1 +1,1 @@
-"""The processes of a worker that spans several devices, and their messages."""
+"""The processes (ranks) of a worker that spans several devices, and the messages between them."""

@@ -21,53 +21,56 @@ IDLE_S = 1.0
 
 
 class RankSpec(msgspec.Struct, frozen=True, tag=True):
-    """The parameters of a rank's start. The message carries the socket for steps."""
+    """The parameters of a rank's start.
+
+    The message carries the descriptor of the socket for steps.
+    """
 
     place: RankPlace
     worker: WorkerSpec
-    directory: str  # the model's
-    rendezvous: str  # the file through which the ranks find each other
+    directory: str  # directory of the model
+    rendezvous: str  # file by which the ranks find each other
 
 
 class RankJoins(msgspec.Struct, frozen=True, tag=True):
-    """A rank has started and joins the rendezvous."""
+    """Reports that a rank has started and joins the rendezvous."""
 
 
 class RankOpened(msgspec.Struct, frozen=True, tag=True):
-    """A rank has loaded its part of the model."""
+    """Reports that a rank has loaded its part of the model."""
 
     pid: int
 
 
 class RankRefused(msgspec.Struct, frozen=True, tag=True):
-    """A rank's start failed."""
+    """Reports that a rank's start failed."""
 
     reason: str
-    is_config: bool  # True if the operator can fix it (ConfigError)
+    is_config: bool  # True if the operator can fix the cause (ConfigError)
 
 
 class OpenTransfer(msgspec.Struct, frozen=True, tag=True):
-    """Open the transfer endpoint."""
+    """Orders a rank to open its transfer endpoint."""
 
     incarnation: Incarnation
-    identity: Identity  # this rank's
+    identity: Identity  # identity of this rank
 
 
 class TransferOpened(msgspec.Struct, frozen=True, tag=True):
-    """The transfer endpoint listens."""
+    """Reports that the rank's transfer endpoint listens."""
 
     address: TransferAddress
 
 
 class TransferRefused(msgspec.Struct, frozen=True, tag=True):
-    """The transfer endpoint cannot be opened."""
+    """Reports that the rank's transfer endpoint cannot be opened."""
 
     reason: str
 
 
 class RankCounters(msgspec.Struct, frozen=True, tag=True):
-    """Counters of opening and endpoint since the start. Sent as a sign of life each second, and
-    with each report.
+    """Counters of a rank's opening and of its endpoint since the start. Sent each second as a sign
+    of life, and with each report.
     """
 
     counters: dict[str, float]
@@ -88,12 +91,15 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class FrameSocket:
-    """One end of a socket pair. Any thread may send, one thread receives."""
+    """One end of a socket pair. Any thread may send. Only one thread may receive."""
 
     def __init__(
         self, connection: socket.socket, *, on_idle: Callable[[], None] | None = None
     ) -> None:
-        """`on_idle` is called after each second without a message. `receive` raises its errors."""
+        """`on_idle` is called after each second without a message.
+
+        `receive` raises the errors of `on_idle`.
+        """
         self._connection = connection
         self._on_idle = on_idle
         if on_idle is not None:
@@ -108,7 +114,10 @@ class FrameSocket:
             self._connection.sendall(LENGTH.pack(len(body)) + body)
 
     def receive(self) -> bytes | None:
-        """Waits for a message; None if the other end has closed. Raises ProtocolError."""
+        """Waits for a message and returns it.
+
+        None if the other end has closed. Raises ProtocolError.
+        """
         head = self._read(LENGTH.size)
         if head is None:
             return None
@@ -119,7 +128,7 @@ class FrameSocket:
 
     def close(self) -> None:
         """Closes the connection. A thread that waits in `receive` gets None."""
-        with contextlib.suppress(OSError):  # the other end has closed already
+        with contextlib.suppress(OSError):  # the other end has closed the connection already
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 

@@ -1,13 +1,15 @@
-"""A rank of a worker as a process: `python -m deploy.ranks.main DESCRIPTOR`.
+"""The process of one rank of a worker: `python -m deploy.ranks.main DESCRIPTOR`.
 
-A rank holds its part of the model and of each block of KV. Two sockets come from rank 0:
+A rank has its part of the model and of each block of KV. Rank 0 passes two sockets to it:
 
-    steps    packed passes, which the main thread computes
-    frames   first the spec; then orders to the transfer endpoint and its reports, on a thread
+    steps    rank 0 sends packed steps, which the main thread computes
+    frames   rank 0 sends the spec, then orders for the transfer endpoint. A thread receives them,
+             and sends the endpoint's reports
 
-When the frames socket closes, rank 0 has ended. Then this process ends at once, even while it loads
-its part or waits for another rank. If this process is paused, the kernel kills it. Signals that a
-terminal or a service manager sends to a whole process group are for rank 0 only.
+When the frames socket is closed, rank 0 has ended. Then this process ends at once, even while it
+loads its part or waits for another rank. If this process is paused at that time, the kernel kills
+it. A rank ignores the signals that a terminal or a service manager sends to the whole process
+group: only rank 0 handles them.
 """
 
 import contextlib
@@ -51,25 +53,25 @@ from kvtransfer.memory import Pool
 log = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-LAST_WORDS_S = 2.0  # a rank that fails because rank 0 has ended notices the end within this time
+LAST_WORDS_S = 2.0  # within this time a failing rank notices that rank 0 has ended
 
 _decode = msgspec.msgpack.Decoder(ToRank).decode
 
 
 class RankTransfers:
-    """The rank's transfer endpoint, driven by rank 0."""
+    """The transfer endpoint of this rank. Rank 0 sends its orders."""
 
     def __init__(self, spec: RankSpec, frames: FrameSocket) -> None:
         self._spec = spec
         self._frames = frames
         self._endpoint: TransferEndpoint | None = None
-        self._has_ended = threading.Event()  # never set, since the process ends instead
-        # Set before `RankOpened` is sent to rank 0.
+        self._has_ended = threading.Event()  # never set, because the process ends instead
+        # Both are set before `RankOpened` is sent to rank 0.
         self.pool: Pool | None = None
-        self.opening: Mapping[str, float] = {}  # counters of the opening
+        self.opening: Mapping[str, float] = {}  # counters of the runner's opening
 
     def serve(self) -> None:
-        """Performs orders until rank 0 ends; then ends the process."""
+        """Performs rank 0's orders until rank 0 ends. Then ends this process."""
         try:
             while (frame := self._frames.receive()) is not None:
                 order = _decode(frame)
@@ -108,7 +110,7 @@ class RankTransfers:
 
     def show_life(self) -> None:
         """Sends a sign of life to rank 0 each second, until rank 0 ends."""
-        with contextlib.suppress(OSError):  # `serve` also notices the end
+        with contextlib.suppress(OSError):  # `serve` also notices that rank 0 has ended
             while not self._has_ended.wait(IDLE_S):
                 self._send_counters()
 
@@ -149,11 +151,11 @@ def main(descriptor: int) -> int:
     try:
         _compute(spec, transfers, frames, socket.socket(fileno=descriptors[0]))
     except BatonError as error:
-        with contextlib.suppress(OSError):  # rank 0 has failed too, and has ended
+        with contextlib.suppress(OSError):  # rank 0 has failed too and has ended
             frames.send(RankRefused(str(error), isinstance(error, ConfigError)))
         return 1
     except BaseException as error:
-        thread.join(LAST_WORDS_S)  # if rank 0 has ended, this process ends during the wait
+        thread.join(LAST_WORDS_S)  # if rank 0 has ended, `serve` ends the process during this wait
         die(error)
     return 0
 
@@ -161,9 +163,9 @@ def main(descriptor: int) -> int:
 def _compute(
     spec: RankSpec, transfers: RankTransfers, frames: FrameSocket, steps: socket.socket
 ) -> None:
-    """Opens this rank's part and computes until rank 0 ends."""
+    """Opens this rank's part of the model, and computes steps until rank 0 ends."""
     worker = spec.worker
-    import_torch(worker.threads)  # takes seconds; rank 0 may end during it
+    import_torch(worker.threads)  # takes seconds, in which rank 0 may end
     from engine.model.parallel.steps import StepChannel
 
     group = group_of(worker, spec.place, spec.rendezvous)

@@ -1,7 +1,7 @@
-"""Rank 0's view of the other ranks of a worker: processes that rank 0 starts and that end with it.
+"""Rank 0's side of a worker's other ranks. Rank 0 starts their processes, which end with rank 0.
 
-If one rank dies, the whole worker dies. Its streams continue on other workers, as after any death
-of a worker.
+If one rank dies, the whole worker dies. The answers of the worker's sequences continue on other
+workers, as after any death of a worker.
 """
 
 import logging
@@ -47,21 +47,24 @@ from kvtransfer.messages import Identity
 
 log = logging.getLogger(__name__)
 
-ANSWER_TIMEOUT_S = 30.0  # for a rank to open its transfer endpoint
-SEND_TIMEOUT_S = 30.0  # a rank that reads no steps or orders for this time has failed
+ANSWER_TIMEOUT_S = 30.0  # longest time in which a rank opens its transfer endpoint
+SEND_TIMEOUT_S = 30.0  # a rank that reads no step or order for this time has failed
 STOP_TIMEOUT_S = 5.0
-STATUS_TIMEOUT_S = 0.5  # time for a process to end after it has closed its socket
-REASON_TIMEOUT_S = 2.0  # time for the rank that caused other failures to report its own
+STATUS_TIMEOUT_S = 0.5  # longest time from a socket's close to its process's end
+REASON_TIMEOUT_S = 2.0  # time in which the rank that failed first reports its own failure
 
 _decode = msgspec.msgpack.Decoder(FromRank).decode
 
 
 class RankDied(BatonError):
-    """A rank of this worker has ended."""
+    """A rank of this worker has died, or hangs."""
 
 
 class RankEndpoint:
-    """Rank 0's connection to another rank: a `RemoteEndpoint`, and the answers to its start."""
+    """Rank 0's connection to another rank.
+
+    Receives the answers to the rank's start; then serves as the rank's `RemoteEndpoint`.
+    """
 
     def __init__(
         self,
@@ -73,8 +76,8 @@ class RankEndpoint:
         failures: "queue.SimpleQueue[BatonError]",
         on_death: Callable[[BaseException], None],
     ) -> None:
-        """`failures` gets the reason if the rank does not start. After its start, the rank counts
-        as dead if it is silent for more than `silent_s`. None: silence is allowed.
+        """If the rank does not start, the reason is put into `failures`. A started rank counts as
+        dead if it is silent for more than `silent_s` seconds. None: the rank may be silent.
         """
         self.rank = rank
         self._process = process
@@ -103,12 +106,12 @@ class RankEndpoint:
         assert isinstance(self._answer(timeout_s), RankJoins)
 
     def await_start(self, timeout_s: float) -> None:
-        """Waits until the rank has its part of the model. Raises ConfigError, RankDied."""
+        """Waits until the rank has loaded its part of the model. Raises ConfigError, RankDied."""
         assert isinstance(self._answer(timeout_s), RankOpened)
         self._has_started = True
 
     def serve_as(self, config: EndpointConfig, identity: Identity) -> None:
-        """Sets the parameters that `open` sends."""
+        """Sets the parameters that `open` will send to the rank."""
         self._request = OpenTransfer(config.incarnation, identity)
 
     def open(
@@ -124,7 +127,10 @@ class RankEndpoint:
         return answer.address
 
     def perform(self, order: TransferOrder) -> None:
-        """Sends an order. If the rank is gone, the receiving thread reports that."""
+        """Sends an order to the rank.
+
+        If the rank has ended, the receiving thread reports its death.
+        """
         try:
             self._frames.send(order)
         except OSError as error:
@@ -132,11 +138,11 @@ class RankEndpoint:
             self._frames.close()
 
     def counters(self) -> Mapping[str, float]:
-        """Returns the endpoint's counters from the rank's last message."""
+        """Returns the rank's counters from its latest message."""
         return self._counters
 
     def close(self) -> None:
-        """Lets the rank end."""
+        """Closes the connection, so that the rank ends."""
         self._is_closing = True
         self._frames.close()
 
@@ -169,7 +175,7 @@ class RankEndpoint:
                     self._fail(kind(f"rank {self.rank}: {message.reason}"))
                 else:
                     self._answers.put(message)
-        except Exception as error:  # a hung rank; ranks send no invalid messages
+        except Exception as error:  # the rank hangs; ranks send no invalid messages
             self._on_death(error)
             raise
         died = RankDied(f"rank {self.rank} has ended{self._exit_status()}")
@@ -182,13 +188,19 @@ class RankEndpoint:
             self._on_death(died)
 
     def _check(self) -> None:
-        """Counts a second without a message. Raises RankDied if there were too many."""
+        """Called after each second without a message.
+
+        Raises RankDied if the rank has been silent for too long.
+        """
         silent_s = self._silence.check(self._clock.now_s())
         if self._has_started and self._silent_s is not None and silent_s > self._silent_s:
             raise RankDied(f"rank {self.rank} hangs: it has been silent for {silent_s:.0f} s")
 
     def _exit_status(self) -> str:
-        """Returns the exit status in brackets; empty if the process has only closed its socket."""
+        """Returns the exit status in brackets.
+
+        Empty if the process has closed its socket but still runs.
+        """
         try:
             return f" ({explain_status(self._process.wait(STATUS_TIMEOUT_S))})"
         except subprocess.TimeoutExpired:
@@ -196,7 +208,7 @@ class RankEndpoint:
 
 
 class RankProcesses:
-    """Starts all ranks but this one, and ends them."""
+    """Starts and ends the processes of all ranks but rank 0."""
 
     def __init__(
         self,
@@ -218,8 +230,8 @@ class RankProcesses:
         self.feed: StepFeed
 
     def start(self) -> None:
-        """Starts the processes, which load their parts. Raises OSError."""
-        # A memfd has no name, so no file is left behind if the processes are killed.
+        """Starts the processes. Each process loads its part of the model. Raises OSError."""
+        # A memfd has no name, so no file is left if the processes are killed.
         self._rendezvous = os.memfd_create("baton-ranks")
         rendezvous = f"/proc/{os.getpid()}/fd/{self._rendezvous}"
         steps: list[socket.socket] = []
@@ -247,7 +259,8 @@ class RankProcesses:
             self.endpoints.append(endpoint)
 
     def await_joining(self) -> None:
-        """Waits until all ranks join the rendezvous, so that rank 0 does not wait for a dead rank.
+        """Waits until all ranks join the rendezvous. Otherwise rank 0 could wait there for a dead
+        rank.
 
         Raises ConfigError, RankDied.
         """
@@ -255,14 +268,16 @@ class RankProcesses:
             endpoint.await_joining(READY_TIMEOUT_S)
 
     def await_start(self) -> None:
-        """Waits until all ranks have their parts. Raises ConfigError, RankDied."""
+        """Waits until all ranks have loaded their parts. Raises ConfigError, RankDied."""
         for endpoint in self.endpoints:
             endpoint.await_start(READY_TIMEOUT_S)
 
     def reason_of(self, error: Exception) -> Exception:
-        """Returns why rank 0 failed: `error`, or the error of the rank that failed first.
+        """Returns the cause of rank 0's failure: `error`, or the error of the rank that failed
+        first.
 
-        When a rank ends, operations of the others fail. Those errors do not help an operator.
+        When a rank ends, operations of all other ranks fail too. Those later errors do not help an
+        operator.
         """
         try:
             failure = self._failures.get(timeout=REASON_TIMEOUT_S)
@@ -274,14 +289,17 @@ class RankProcesses:
     def endpoints_of(
         self, config: EndpointConfig, shards: Sequence[Shard]
     ) -> Sequence[RankEndpoint]:
-        """The transfer endpoints of the other ranks of `config`'s worker, not yet open."""
+        """Returns the transfer endpoints of the other ranks of `config`'s worker.
+
+        They are not open yet.
+        """
         for endpoint, shard in zip(self.endpoints, shards[1:], strict=True):
             identity = msgspec.structs.replace(config.identity, shard=shard)
             endpoint.serve_as(config, identity)
         return self.endpoints
 
     def close(self) -> None:
-        """Asks the processes to end, then kills them."""
+        """Asks the processes to end. Kills those that do not end in time."""
         self.feed.close()
         for endpoint in self.endpoints:
             endpoint.close()
@@ -298,6 +316,6 @@ class RankProcesses:
 
 
 def _bound_sends(connection: socket.socket) -> None:
-    """Sets a timeout for sends. Receives may wait without limit."""
+    """Sets a time limit for sends. A receive may wait without limit."""
     timeval = struct.pack("ll", int(SEND_TIMEOUT_S), 0)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)

@@ -1,1 +1,1 @@
-"""A deployment on a Ray cluster: its launcher, its controller, `baton up`."""
+"""A deployment on Ray: launchers, the controller's actor, and `baton up`."""

@@ -1,7 +1,8 @@
-"""Runs services as Ray actors: starts, pings and stops them. No request or KV goes through Ray.
+"""Runs services as Ray actors: starts, pings and stops the actors. Ray carries no requests and no
+KV.
 
-Only files of this folder import ray. Its files `up`, `cluster_nodes` and `gcs_keeper` do not: they
-must work where Ray is not imported.
+Only modules of this folder import ray. The modules `up`, `cluster_nodes` and `gcs_keeper` do not
+import ray, because they must work in processes without Ray.
 """
 
 import logging
@@ -39,20 +40,25 @@ log = logging.getLogger(__name__)
 
 ADOPT_TIMEOUT_S = 10.0
 NODE_CHARS = 16
-KILLED_WITHIN_S = 2.0  # time for Ray to kill an actor, before we send a signal
-NURSERY = b"deploy.local.nursery_main"  # part of the command line of the nursery's children
+KILLED_WITHIN_S = 2.0  # time in which Ray must kill an actor; then we send a signal
+NURSERY = b"deploy.local.nursery_main"  # substring of the command line of the nursery's children
 
 
 def node_name() -> str:
-    """Returns the beginning of this node's id, for names."""
+    """Returns the first characters of this node's id, for use in names."""
     return str(ray.get_runtime_context().get_node_id()[:NODE_CHARS])
 
 
 class ServiceActor:
-    """The actor: hosts one service. Specs and answers are JSON bytes; Ray pickles none of ours."""
+    """The Ray actor that hosts one service.
+
+    Specs and answers are JSON bytes, so Ray pickles no class of Baton.
+    """
 
     def __init__(self, kind: str, spec: bytes, nursery: str | None) -> None:
-        """`nursery`: the port of a nursery on this machine, whose child runs the service."""
+        """`nursery` is the port of a nursery on this machine; a child of the nursery then runs the
+        service.
+        """
         self._spec = decode_spec(kind, spec)
         self._ready = b""
         self._hosting: HostingThread | HostingChild
@@ -63,7 +69,7 @@ class ServiceActor:
             self._hosting = HostingChild(self._spec, port=nursery)
 
     def fetch(self) -> str:
-        """Fetches the model to this node; returns the error, or nothing."""
+        """Fetches the model to this node. Returns the error; empty after success."""
         try:
             fetch(self._spec)
         except BatonError as error:
@@ -74,11 +80,11 @@ class ServiceActor:
         return ""
 
     def limit_s(self) -> float:
-        """Returns how long `start` may take. The model has been fetched."""
+        """Returns how many seconds `start` may take. Call this after the model has been fetched."""
         return start_limit_s(self._spec)
 
     def start(self) -> tuple[bytes, str]:
-        """Opens the service; returns its answer, or else the error."""
+        """Opens the service. Returns the service's answer, or else the error."""
         try:
             ready = self._hosting.start(self.limit_s())
         except BatonError as error:
@@ -90,7 +96,10 @@ class ServiceActor:
         return self._ready, ""
 
     def describe(self) -> tuple[str, bytes]:
-        """Returns the kind of service and its answer, which is empty before the start."""
+        """Returns the kind of the service and the service's answer.
+
+        The answer is empty before the start.
+        """
         return self._spec.kind, self._ready
 
     def stop(self) -> None:
@@ -98,31 +107,31 @@ class ServiceActor:
         self._hosting.stop()
 
     def stop_draining(self) -> None:
-        """Makes `stop` stop waiting for answers."""
+        """Makes a running `stop` stop waiting for answers."""
         self._hosting.stop_draining()
 
     def ping(self) -> None:
-        """Answers while the actor lives."""
+        """Returns at once. Other processes use this to check that the actor lives."""
 
 
 @dataclass(slots=True, eq=False)
 class _Hosted:
-    """An actor, compared by identity: a later one may have the same name.
+    """An actor. Compared by identity, because a later actor may have the same name.
 
-    The ping, once there is one, is never answered before the actor ends.
+    `ping` is the result of the latest call of the actor's `ping`. The call fails if the actor died.
     """
 
     actor: Any
     kind: str
-    ready: ServiceReady | None = None  # its service's answer, once it has started
+    ready: ServiceReady | None = None  # answer of its service, once the service has started
     ping: Any = None
 
 
 class ServiceActors:
-    """The actors of one launcher, by service name.
+    """The actors of one launcher, by the names of their services.
 
-    `options` are Ray's options of every actor. A standing ping on each actor fails when it dies.
-    `nursery` is the port of the nursery whose children run the services, once there is one.
+    Every actor gets `options` as its Ray options. Each actor is pinged; a ping fails when the actor
+    has died. If `nursery` is set, it is the port of the nursery whose children run the services.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -137,12 +146,12 @@ class ServiceActors:
         return set(self._hosted)
 
     def ready(self) -> dict[str, ServiceReady]:
-        """The services that have started, with their answers."""
+        """Returns the answers of all services that have started, by name."""
         hosted = list(self._hosted.items())
         return {name: each.ready for name, each in hosted if each.ready is not None}
 
     def start(self, spec: ServiceSpec, options: Mapping[str, Any]) -> ServiceReady:
-        """Starts a service and waits until it listens. Raises ConfigError."""
+        """Starts a service and waits until the service listens. Raises ConfigError."""
         actor_class = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=2)(ServiceActor)
         name, hosted = spec.name, None
         try:
@@ -157,7 +166,7 @@ class ServiceActors:
         except ConfigError:
             self._drop_own(name, hosted)
             raise
-        except (ray.exceptions.RayError, ValueError) as failure:  # ValueError: the name is taken
+        except (ray.exceptions.RayError, ValueError) as failure:  # ValueError: the name is in use
             self._drop_own(name, hosted)
             raise ConfigError(f"{name} did not start: {_reason(failure)}") from failure
         hosted.ping = actor.ping.remote()
@@ -165,14 +174,14 @@ class ServiceActors:
         return ready
 
     def stop(self, name: str, *, by_force: bool) -> None:
-        """Ends an actor. With `by_force`, or during its start, the actor is killed at once."""
+        """Stops an actor. With `by_force`, or during the actor's start, kills the actor at once."""
         hosted = self._hosted.get(name)
         if hosted is not None and not by_force:
             self._await_stops({name: hosted})
         self._drop(name)
 
     def stop_all(self) -> None:
-        """Stops all gateways at once, then all workers, then all stores."""
+        """Stops all gateways at the same time, then all workers, then all stores."""
         for kind in ("gateway", "worker", "store"):
             of_kind = {n: each for n, each in list(self._hosted.items()) if each.kind == kind}
             self._await_stops(of_kind)
@@ -180,11 +189,11 @@ class ServiceActors:
                 self._drop(name)
 
     def stop_draining(self) -> None:
-        """Makes stopping actors end their answers at once."""
+        """Makes actors that are being stopped end their answers at once."""
         self._stops_draining.set()
 
     def dead(self) -> dict[str, str]:
-        """Returns the actors whose ping failed, each once, with the reason."""
+        """Returns the actors that have died since the last call, with the reasons."""
         dead = {}
         for name, hosted in list(self._hosted.items()):
             if hosted.ping is None or not ray.wait([hosted.ping], timeout=0)[0]:
@@ -195,9 +204,9 @@ class ServiceActors:
             except ray.exceptions.ActorUnavailableError:  # the actor may be available again soon
                 hosted.ping = hosted.actor.ping.remote()
             except ray.exceptions.RayError as error:
-                if self._hosted.get(name) is hosted:  # not stopped by another thread meanwhile
+                if self._hosted.get(name) is hosted:  # no other thread has stopped it meanwhile
                     if isinstance(error, ray.exceptions.ActorDiedError):
-                        del self._hosted[name]  # Ray has ended it and freed its name
+                        del self._hosted[name]  # Ray has ended the actor and freed its name
                         self._end_child(hosted)
                     else:
                         self._drop(name)
@@ -205,14 +214,15 @@ class ServiceActors:
         return dead
 
     def adopt(self, name: str, namespace: str) -> str | None:
-        """Takes over an actor that another launcher started; returns its kind.
+        """Takes over an actor that another launcher started. Returns the kind of the actor's
+        service.
 
-        An actor that does not answer, or has not started its service, is ended so that its name is
-        free: None.
+        If the actor does not answer, or has not started its service, the actor is killed so that
+        its name is free. Then returns None.
         """
         try:
             actor = ray.get_actor(name, namespace=namespace)
-        except ValueError:  # it has ended meanwhile
+        except ValueError:  # the actor has ended meanwhile
             return None
         try:
             kind, answer = ray.get(actor.describe.remote(), timeout=ADOPT_TIMEOUT_S)
@@ -227,7 +237,7 @@ class ServiceActors:
         return str(kind)
 
     def _await_stops(self, hosted: Mapping[str, _Hosted]) -> None:
-        """Asks the started ones of these actors to stop and waits, with one deadline for all."""
+        """Stops those of the actors that have started, with one deadline for all of them."""
         started = {name: each for name, each in hosted.items() if each.ready is not None}
         if not started:
             return
@@ -250,18 +260,21 @@ class ServiceActors:
                 log.warning("%s did not stop by itself: %s", name, _reason(error))
 
     def _drop_own(self, name: str, hosted: _Hosted | None) -> None:
-        """Ends the actor that a start made, unless another actor has its name by now."""
+        """Ends the actor that a failed start made, unless its name belongs to another actor now."""
         if hosted is not None and self._hosted.get(name) is hosted:
             self._drop(name)
 
     def _end_child(self, hosted: _Hosted) -> None:
-        """Ends a dead actor's child. The child ends by itself, unless it is paused or hangs."""
+        """Kills the child process of a dead actor.
+
+        Such a child ends by itself, unless it is paused or hangs.
+        """
         if self.nursery is not None and hosted.ready is not None:
             with _ended_after(hosted.ready.pid, at_once=True):
                 pass
 
     def _drop(self, name: str) -> None:
-        """Removes an actor and kills it, so that its name is free again."""
+        """Removes and kills an actor, so that its name is free again."""
         hosted = self._hosted.pop(name, None)
         if hosted is None:
             return
@@ -275,7 +288,7 @@ class ServiceActors:
 
 def _opened(actor: Any, spec: ServiceSpec) -> ServiceReady:
     """Opens the service of a new actor. Each step has its own deadline. Raises ConfigError."""
-    # The actor may never get its place.
+    # Fails after a time limit if Ray never finds room for the actor.
     ray.get(actor.ping.remote(), timeout=READY_TIMEOUT_S)
     answer, error = b"", ""
     if has_to_fetch(spec):
@@ -293,15 +306,15 @@ def _opened(actor: Any, spec: ServiceSpec) -> ServiceReady:
 
 @contextmanager
 def _ended_after(pid: int, *, at_once: bool) -> Iterator[None]:
-    """Waits at the end of the block until a local service has ended; kills it if Ray is slow.
+    """When the block ends, waits until a local service has ended. Kills the service if Ray is slow.
 
-    Ray asks a process to end. One that is stopped does not hear it, and keeps its ports. Once its
-    raylet is dead, Ray can ask no process. A child of a nursery is killed `at_once`: Ray asks only
-    its actor.
+    Ray only asks a process to end. A paused process does not react, and keeps its ports. Once the
+    raylet is dead, Ray cannot ask any process. A child of a nursery is killed `at_once`, because
+    Ray asks only the child's actor.
     """
     try:
         pidfd = os.pidfd_open(pid)
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         yield
         return
     try:
@@ -321,12 +334,15 @@ def _ended_after(pid: int, *, at_once: bool) -> Iterator[None]:
 
 
 def _has_ended(pidfd: int) -> bool:
-    """Waits a short time for the end of a process. Returns true if it has ended."""
+    """Waits KILLED_WITHIN_S for the end of a process. Returns true if the process has ended."""
     return bool(select.select([pidfd], [], [], KILLED_WITHIN_S)[0])
 
 
 def _is_service(pid: int) -> bool:
-    """False if the process has ended, and perhaps another one has its number."""
+    """True if the process still runs a service.
+
+    False if it has ended, even if another process has its id by now.
+    """
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
         return any(name in command for name in (ServiceActor.__name__.encode(), NURSERY))
@@ -335,7 +351,10 @@ def _is_service(pid: int) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    """Returns one line. An error that an actor's method raised is the cause of Ray's error."""
+    """Returns the error as one line.
+
+    If an actor's method raised an error, that error is the cause of Ray's error.
+    """
     if isinstance(error, ray.exceptions.RayTaskError):
         return repr(error.cause)
     return (str(error) or repr(error)).splitlines()[0].rstrip(".")

@@ -1,16 +1,18 @@
-"""What `baton up` puts on the nodes of a cluster, and what a stopped cluster has left on them.
+"""Files that `baton up` copies to the nodes of a cluster, and processes that a stopped cluster left
+on its nodes.
 
 The cluster file's `file_mounts` copies two files of the operator to every node:
 
     ~/.baton/ray_auth_token    the token that each call to one of Ray's processes must carry
-    ~/.baton/constraints.txt   the exact versions that nodes install
+    ~/.baton/constraints.txt   exact versions of the packages that nodes install
 
-Both have the same path on all nodes: the head passes them on to nodes that join later.
+Both files have the same path on all nodes, because the head copies the files to nodes that join
+later.
 
 Ray's own report is not enough: `ray down` says that no node remains even if it could not find the
-`ray` command there. So each node is searched over ssh for processes of the cluster's session. Such
-a process has the session's unique name in its arguments, or holds a file of its folder open. Nodes
-of a cloud are ended by the cloud and are not searched.
+`ray` command on a node. So each node is searched over ssh for processes of the cluster's session.
+Such a process has the session's unique name in its arguments, or has a file of the session's folder
+open. The cloud ends the nodes of a cloud, so these nodes are not searched.
 
 Paths and options of ssh come from the cluster file, as Ray uses them.
 """
@@ -27,14 +29,14 @@ from engine.errors import ConfigError
 from engine.ownership import make_folder, require_trusted
 
 SSH_TIMEOUT_S = 60.0
-ANY_RAY = "/ray/core/src/ray/"  # stands in the arguments of every GCS and raylet
-GRACE_S = 15  # between SIGTERM and SIGKILL
+ANY_RAY = "/ray/core/src/ray/"  # substring of the arguments of every GCS and raylet
+GRACE_S = 15  # seconds between SIGTERM and SIGKILL
 
 CONSTRAINTS = (
     Path(__file__).parents[1] / "cluster" / "constraints.txt"
-)  # the versions that tests use
+)  # versions that the tests use
 
-# `session` comes on standard input, so that the search does not find its own arguments.
+# The script reads `session` from standard input, so that the search does not find the script.
 _LOOK = r"""
 look() {
   for p in /proc/[0-9]*; do
@@ -69,10 +71,10 @@ rm -rf appendonlydir appendonly.aof dump.rdb
 
 @dataclass(frozen=True, slots=True)
 class LeftProcess:
-    """A process on a node, or the reason why a node could not be searched."""
+    """A process that is left on a node, or the reason why a node could not be searched."""
 
     node: str
-    what: str  # pid and arguments, or the reason
+    what: str  # process id and arguments, or the reason
     pid: int | None = None
 
     def __str__(self) -> str:
@@ -80,7 +82,9 @@ class LeftProcess:
 
 
 def nodes_of(cluster: Mapping[str, Any]) -> list[str]:
-    """Returns the addresses of nodes that outlive the cluster: the operator's own machines."""
+    """Returns the addresses of nodes that are the operator's own machines, which outlive the
+    cluster.
+    """
     provider = cluster["provider"]
     if provider["type"] != "local":
         return []
@@ -90,7 +94,10 @@ def nodes_of(cluster: Mapping[str, Any]) -> list[str]:
 def look(
     cluster: Mapping[str, Any], session: str, *, num_nodes: int | None = None
 ) -> list[LeftProcess]:
-    """Returns processes of the session on the first nodes; the head comes first. None: on all."""
+    """Returns the session's processes on the first nodes, of which the head is the first.
+
+    None: on all nodes.
+    """
     assert session, "every process would match"
     script = f"session={session}\n{_LOOK}\nlook"
     nodes = nodes_of(cluster)[:num_nodes]
@@ -98,20 +105,25 @@ def look(
 
 
 def end(cluster: Mapping[str, Any], session: str) -> list[LeftProcess]:
-    """Ends the session's processes on all nodes, by their ids. Returns the survivors."""
+    """Ends the session's processes on all nodes by process id.
+
+    Returns the processes that still run.
+    """
     assert session, "every process would match"
     script = f"session={session} grace_s={GRACE_S}\n{_LOOK}{_END}\nlook"
     return [left for node in nodes_of(cluster) for left in _ask(cluster, node, script)]
 
 
 def remove(cluster: Mapping[str, Any]) -> list[LeftProcess]:
-    """Ends Baton's Redis on the head and deletes its data, so that the next cluster starts new."""
+    """Ends Baton's Redis on the head and deletes its data, so that the next cluster starts without
+    old state.
+    """
     nodes = nodes_of(cluster)
     return _ask(cluster, nodes[0], _FORGET) if nodes else []
 
 
 def tell(cluster: Mapping[str, Any], node: str, script: str) -> "subprocess.CompletedProcess[str]":
-    """Runs a script on a node. Raises OSError, subprocess.TimeoutExpired."""
+    """Runs a script on a node over ssh. Raises OSError, subprocess.TimeoutExpired."""
     command = [*ssh_command(cluster["auth"]), f"{cluster['auth']['ssh_user']}@{node}", "bash -s"]
     return subprocess.run(
         command, input=script, capture_output=True, text=True, timeout=SSH_TIMEOUT_S, check=False
@@ -119,7 +131,10 @@ def tell(cluster: Mapping[str, Any], node: str, script: str) -> "subprocess.Comp
 
 
 def ssh_command(auth: Mapping[str, Any]) -> list[str]:
-    """Returns the ssh command as Ray uses it. Host keys are not kept: addresses are reused."""
+    """Returns the ssh command with Ray's options.
+
+    Host keys are not stored, because addresses are reused.
+    """
     options = {
         "StrictHostKeyChecking": "no",
         "UserKnownHostsFile": "/dev/null",
@@ -146,7 +161,10 @@ def _ask(cluster: Mapping[str, Any], node: str, script: str) -> list[LeftProcess
 
 
 def write_files(home: Path) -> None:
-    """Writes both into `home`/.baton, with a new token if none exists. Raises ConfigError."""
+    """Writes both files into `home`/.baton.
+
+    Makes a new token if none exists. Raises ConfigError.
+    """
     folder = home.resolve() / ".baton"
     token = folder / "ray_auth_token"
     try:
@@ -162,7 +180,7 @@ def write_files(home: Path) -> None:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Writes atomically, readable by this user only."""
+    """Writes a file atomically. Only this user can read the file."""
     partial = path.with_name(f"{path.name}.{os.getpid()}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
     with open(os.open(partial, flags, 0o600), "w") as file:

@@ -1,7 +1,7 @@
 """The pool controller as a detached actor of a Ray cluster, which Ray restarts when it dies.
 
-Workers and gateways are detached actors too, so they outlive it. The next controller finds them by
-name and continues.
+Workers and gateways are detached actors too, so they outlive the controller. The next controller
+finds these actors by name and continues.
 """
 
 import logging
@@ -36,7 +36,7 @@ from engine.log_context import NEWS
 
 log = logging.getLogger(__name__)
 
-STOP_TIMEOUT_S = 120.0  # for a stop, without the drain time of gateways
+STOP_TIMEOUT_S = 120.0  # time limit of a stop; the gateways' drain time is added
 ASK_TIMEOUT_S = 10.0
 DECLARE_TIMEOUT_S = READY_TIMEOUT_S + UPDATE_TIMEOUT_S
 RETRY_EVERY_S = 0.5
@@ -46,15 +46,16 @@ ORDERS_KEY = "orders"
 
 
 class RayOrders(IntentStore):
-    """One record in Ray's own table of keys and values. Calls wait for a dead GCS, for long.
+    """A store of one record in Ray's table of keys and values. If the GCS is dead, calls wait for a
+    long time.
 
-    The table lives in the GCS: it outlives controller and gateways together. It outlives the head
-    too if the GCS keeps its state in Redis or RocksDB.
+    The table is in the GCS, so it outlives the controller and all gateways. The table outlives the
+    head too if the GCS keeps its state in Redis or RocksDB.
     """
 
     def __init__(self) -> None:
         self._is_removed = False
-        self._lock = threading.Lock()  # a write may still run in a thread when the end comes
+        self._lock = threading.Lock()  # a write may still run in another thread during `remove`
 
     def __str__(self) -> str:
         return "Ray's table of keys"
@@ -83,7 +84,7 @@ class RayOrders(IntentStore):
 
 @contextmanager
 def _gcs_errors() -> Iterator[None]:
-    """Turns the errors of Ray's GCS into BadIntents."""
+    """Turns errors of Ray's GCS into BadIntents."""
     try:
         yield
     except (ray.exceptions.RayError, RuntimeError) as error:
@@ -97,7 +98,10 @@ def _table() -> Any:
 
 
 class _ControllerActor:
-    """Hosts the controller. Its constructor opens it: a restart repeats only that."""
+    """The actor that hosts the controller.
+
+    Its constructor opens the controller, because a restart by Ray runs only the constructor.
+    """
 
     def __init__(self, plan_json: bytes) -> None:
         plan = _with_siblings(msgspec.json.decode(plan_json, type=ControllerPlan))
@@ -132,29 +136,38 @@ class _ControllerActor:
             if not self._is_first or not _is_final(error):
                 log.critical("the controller did not open: %r", error, exc_info=error)
                 threading.Event().wait(REOPEN_AFTER_S)
-                os._exit(70)  # Ray starts another one
+                os._exit(70)  # Ray then restarts the actor
             self._error = str(error)
         self._is_open.set()
 
     def ready(self) -> tuple[str, int, str]:
-        """Returns the admin API's URL, the process id, and an error; no text while it opens."""
+        """Returns the admin API's URL, the process id, and an error.
+
+        While the controller opens, URL and error are empty.
+        """
         self._is_open.wait(READY_WITHIN_S)
         return self._url, os.getpid(), self._error
 
     def pools(self) -> tuple[bytes, str]:
-        """Returns the admin API's answer on the pools as JSON, or the error.
+        """Returns the admin API's answer about the pools as JSON, or the error.
 
         Only this node can reach the admin API.
         """
         return self._asked(lambda client: _reachable(client.pools()))
 
     def differences(self, declared: bytes) -> tuple[bytes, str]:
-        """Returns the differences of a declaration (JSON), or the error."""
+        """Compares a declaration (JSON) with the deployment.
+
+        Returns the differences as JSON, or the error.
+        """
         body = msgspec.json.decode(declared, type=Declaration)
         return self._asked(lambda client: client.differences(body))
 
     def declare(self, declared: bytes) -> tuple[bytes, str]:
-        """Orders the changes of a declaration (JSON). Returns the pools or the error."""
+        """Orders the changes that a declaration (JSON) makes.
+
+        Returns the pools as JSON, or the error.
+        """
         body = msgspec.json.decode(declared, type=Declaration)
         return self._asked(lambda client: _reachable(client.declare(body)))
 
@@ -171,11 +184,11 @@ class _ControllerActor:
             return b"", str(failure)
 
     def drain_timeout_s(self) -> float:
-        """Returns the time that gateways have to finish answers when they stop, s."""
+        """Returns the seconds in which a stopping gateway must finish its answers."""
         return self._plan.config.gateway.drain_timeout_s
 
     def stop(self) -> None:
-        """Ends the controller, then all services that it or an earlier one started."""
+        """Closes the controller, then stops the services of this and of earlier controllers."""
         self._thread.close()
         self._launcher.running()
         self._launcher.stop_all()
@@ -188,8 +201,8 @@ class _ControllerActor:
 def start_controller(plan: ControllerPlan) -> tuple[str, int]:
     """Starts a deployment in the joined Ray cluster and waits until it serves.
 
-    Returns the present URL of the admin API and its process id. The plan must hold the admin key,
-    so that a restarted controller has the same one. Raises ConfigError.
+    Returns the present URL of the admin API and the controller's process id. The plan must contain
+    the admin key, so that a restarted controller has the same key. Raises ConfigError.
     """
     assert plan.config.admin.key is not None
     actor_class = ray.remote(num_cpus=0, max_restarts=-1, max_concurrency=4)(_ControllerActor)
@@ -208,13 +221,14 @@ def start_controller(plan: ControllerPlan) -> tuple[str, int]:
 
 
 def find_controller() -> tuple[str, int]:
-    """Returns the controller's URL and process id, waiting through a restart.
+    """Returns the controller's URL and process id. If the controller is being restarted, waits for
+    it.
 
     Raises ConfigError.
     """
     pause = threading.Event()
     clock = MonotonicClock()
-    reached_s = clock.now_s()  # the last time it answered
+    reached_s = clock.now_s()  # time of its last answer
     end_s = reached_s + OPEN_TIMEOUT_S
     while True:
         try:
@@ -236,7 +250,7 @@ def find_controller() -> tuple[str, int]:
 
 
 def controller_pools() -> PoolsAnswer | None:
-    """Returns the admin API's answer on the pools; None if no controller runs.
+    """Returns the admin API's answer about the pools. None if no controller runs.
 
     Raises ConfigError.
     """
@@ -267,7 +281,10 @@ def _controller() -> Any:
 
 
 def _answer(question: Any, timeout_s: float, *arguments: bytes) -> bytes:
-    """Calls a method of the actor that returns JSON or an error. Raises ConfigError."""
+    """Calls a method of the controller's actor that returns JSON or an error.
+
+    Returns the decoded answer. Raises ConfigError.
+    """
     try:
         answer, error = ray.get(question.remote(*arguments), timeout=timeout_s)
     except ray.exceptions.RayError as failure:
@@ -278,9 +295,10 @@ def _answer(question: Any, timeout_s: float, *arguments: bytes) -> bytes:
 
 
 def stop_deployment() -> None:
-    """Ends everything that the controller runs, then the controller.
+    """Ends all services of the controller, then the controller.
 
-    If the controller is gone, ends the services it left. Raises ConfigError if there are none.
+    If no controller runs, ends the services that it left. Raises ConfigError if there are no such
+    services.
     """
     try:
         actor = ray.get_actor(CONTROLLER, namespace=NAMESPACE)
@@ -292,7 +310,7 @@ def stop_deployment() -> None:
 
 
 def _is_final(error: BaseException) -> bool:
-    """True if another attempt cannot help, so that the first start reports the error."""
+    """True if another attempt cannot help, so that the first start must report the error."""
     return isinstance(error, BatonError) and not isinstance(error, LateStart)
 
 
@@ -303,11 +321,14 @@ def _end(actor: Any) -> None:
     except ray.exceptions.RayError as error:
         log.warning("the controller did not stop by itself: %s", error)
     ray.kill(actor)
-    ClusterLauncher(ANYWHERE).sweep()  # ends what the controller did not end in time
+    ClusterLauncher(ANYWHERE).sweep()  # ends services that the controller did not end in time
 
 
 def _with_siblings(plan: ControllerPlan) -> ControllerPlan:
-    """Adds directories for the gateways on this node, the same ones at every start."""
+    """Adds directories that the gateways on this node share.
+
+    Every start uses the same directories.
+    """
     if not plan.config.gateway.shares_port:
         return plan
     session = ray.get_runtime_context().get_session_name()
@@ -318,12 +339,15 @@ def _with_siblings(plan: ControllerPlan) -> ControllerPlan:
 
 
 def _log_folder_name() -> str:
-    """Returns the same name at every start, below the run directory of each node."""
+    """Returns the name of the log folder below each node's run directory.
+
+    Every start uses the same name.
+    """
     return f"logs-{ray.get_runtime_context().get_session_name()}"
 
 
 def _reachable(answer: PoolsAnswer) -> PoolsAnswer:
-    """Replaces 0.0.0.0 in gateway URLs by this node's address: gateways run on this node."""
+    """Replaces 0.0.0.0 in gateways' URLs by the address of this node, which runs them."""
     here = f"//{ray.util.get_node_ip_address()}:"
     gateways = [
         msgspec.structs.replace(gateway, url=gateway.url.replace("//0.0.0.0:", here))

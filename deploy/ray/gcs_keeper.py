@@ -1,17 +1,17 @@
 """Restarts Ray's GCS when it dies: `python -m deploy.ray.gcs_keeper --detach` on a cluster's head.
 
 Ray does not restart its own GCS (the global control service). If the GCS stores its state in Redis
-or RocksDB, a new one at the same address continues from there. Raylets and actors wait for it, for
-as long as RAY_gcs_rpc_server_reconnect_timeout_s says. Baton's requests do not need it meanwhile.
-Under KubeRay, the KubeRay operator does this.
+or RocksDB, a new GCS at the same address continues with that state. Raylets and actors wait for the
+new GCS for RAY_gcs_rpc_server_reconnect_timeout_s. Baton's requests need no GCS. Under KubeRay, the
+KubeRay operator restarts the GCS, so no keeper is needed.
 
 1. Find the GCS on this machine and its Ray session.
 2. Wait until it ends.
-3. Pause, longer each time if it does not live long. If no raylet of that session runs here by then,
-   Ray was stopped: end too.
-4. Start it with its former arguments and environment; continue at 2.
+3. Pause. The pause gets longer if the GCS dies again soon. If no raylet of that session runs here
+   after the pause, Ray was stopped, so the keeper ends too.
+4. Start the GCS with its former arguments and environment. Continue with step 2.
 
-A Ray that `baton serve` starts has a keeper in a thread (`deploy.ray.own_ray`).
+If `baton serve` starts Ray, the keeper runs in a thread (`deploy.ray.own_ray`).
 """
 
 import ctypes
@@ -41,7 +41,7 @@ _libc = ctypes.CDLL(None)
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """The command and environment of a running process."""
+    """The id, command line and environment of a running process."""
 
     pid: int
     arguments: tuple[str, ...]
@@ -49,18 +49,18 @@ class Command:
 
     @property
     def session(self) -> str:
-        """Name of the Ray session that the process belongs to; empty if it has none."""
+        """The name of the process's Ray session; empty if the process belongs to no session."""
         found = _SESSION.search(" ".join(self.arguments))
         return found[1] if found else ""
 
     def at_port(self, port: int) -> "Command":
-        """Returns the command of a GCS with this port in place of one that it chose itself."""
+        """Returns the command of a GCS with this port instead of its self-chosen port."""
         ours = (f"{_PORT}{port}" if a.startswith(_PORT) else a for a in self.arguments)
         return replace(self, arguments=tuple(ours))
 
 
 def running(program: str) -> list[Command]:
-    """Returns this machine's processes whose program's path ends with `program`."""
+    """Returns the processes of this machine whose program's path ends with `program`."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -68,15 +68,16 @@ def running(program: str) -> list[Command]:
             if arguments and arguments[0].endswith(program):
                 environment = dict(s.split("=", 1) for s in _strings(folder / "environ"))
                 found.append(Command(int(folder.name), arguments, environment))
-        except OSError:  # it has ended or belongs to another user
+        except OSError:  # the process has ended or belongs to another user
             continue
     return found
 
 
 def parts_of_ray(session: str) -> dict[str, bool]:
-    """Returns which of Ray's processes run here. A session without a name has none.
+    """Returns for each of Ray's processes if it runs here. Without a session's name, no process
+    runs.
 
-    Ray itself is not asked: a call waits for a dead GCS for a minute.
+    This does not call Ray, because such a call waits a minute for a dead GCS.
     """
     programs = {"gcs": GCS, "raylet": RAYLET}
     return {
@@ -89,7 +90,7 @@ class GcsSupervisor:
     """Restarts one GCS whenever it ends."""
 
     def __init__(self, gcs: Command, clock: Clock, *, shares_fate: bool = False) -> None:
-        """With `shares_fate`, a GCS that this starts ends with the thread that runs the keeper."""
+        """With `shares_fate`, a restarted GCS ends when the thread ends that called `run`."""
         self._gcs = gcs
         self._clock = clock
         self._shares_fate = shares_fate
@@ -99,7 +100,7 @@ class GcsSupervisor:
         self.num_restarts = 0
 
     def run(self) -> None:
-        """Returns after Ray was stopped, or `stop` was called."""
+        """Restarts the GCS whenever it ends. Returns once Ray was stopped or `stop` was called."""
         name = self._gcs.session
         while self._wait_for_end():
             delay_s = self._restarts.failed(name, self._clock.now_s())
@@ -123,17 +124,20 @@ class GcsSupervisor:
             log.warning("the GCS of %s runs again as process %d", name, self._child.pid)
 
     def stop(self) -> None:
-        """Makes `run` return in any thread. The GCS goes on."""
+        """Makes `run` return, whichever thread runs it. The GCS keeps running."""
         os.eventfd_write(self._stopping, 1)
 
     def end_gcs(self) -> None:
-        """Kills the GCS that `run` started, if any: Ray does not know it."""
+        """Kills the GCS that `run` started, if any.
+
+        Ray does not stop this GCS, because Ray did not start it.
+        """
         if self._child is not None:
             self._child.kill()
             self._child.wait()
 
     def _wait_for_end(self) -> bool:
-        """Waits until the GCS has ended. Returns false if `stop` came first."""
+        """Waits until the GCS has ended. Returns false if `stop` was called before."""
         child = self._child
         try:
             descriptor = os.pidfd_open(self._gcs.pid if child is None else child.pid)
@@ -154,12 +158,14 @@ class GcsSupervisor:
 
 
 def _end_with_parent() -> None:
-    """Runs in a new process: the kernel kills it when the thread that made it ends."""
+    """Called in a new process: makes the kernel kill the process when the thread that started it
+    ends.
+    """
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def find() -> Command:
-    """Returns the GCS of this machine. Raises ConfigError unless there is exactly one."""
+    """Returns the GCS of this machine. Raises ConfigError unless exactly one GCS runs."""
     found = running(GCS)
     if len(found) != 1:
         pids = ", ".join(str(each.pid) for each in found) or "none"
@@ -175,7 +181,7 @@ def find() -> Command:
 
 
 def _detach(gcs: Command) -> None:
-    """Starts the keeper as a process of its own. Its arguments name the session."""
+    """Starts the keeper as a separate process, whose arguments contain the session's name."""
     folder = next(a.split("=", 1)[1] for a in gcs.arguments if a.startswith("--log_dir="))
     with (Path(folder) / "baton_gcs_keeper.log").open("ab") as out:
         subprocess.Popen(
@@ -192,7 +198,7 @@ def _strings(path: Path) -> tuple[str, ...]:
 
 
 def main() -> None:
-    """Finds the GCS and keeps it alive, here or in a process of its own."""
+    """Finds the GCS and keeps it alive, in this process or in a separate process."""
     configure_logging(LogSource("ray-keeper"), MonotonicClock())
     try:
         gcs = find()

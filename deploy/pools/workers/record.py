@@ -11,15 +11,15 @@ from engine.messages import LoadReport, Role, WorkerId
 class WorkerState(StrEnum):
     """The stage of a worker's life."""
 
-    WAITING = "waiting"  # does not run; to be started when its restart is due
+    WAITING = "waiting"  # no process; is started when its restart is due
     STARTING = "starting"
     JOINING = "joining"  # runs, but has no session with the controller yet
     SERVING = "serving"
     FLIPPING = "flipping"  # has been sent a new role and has not confirmed it
     DRAINING = "draining"  # has been ordered to drain, and still has work
-    DRAINED = "drained"  # has no work; stays so until another order
+    DRAINED = "drained"  # has no work, and gets none until another order
     STOPPING = "stopping"
-    SPARE = "spare"  # only for display: a drained spare
+    SPARE = "spare"  # used only for display: a drained spare
 
 
 RUNNING = (
@@ -36,31 +36,31 @@ class PoolWorker:
     """The controller's record of a worker."""
 
     worker_id: WorkerId
-    target: Role | None  # wanted role; DRAINED if it leaves; None: found, role unknown
-    since_s: float  # time at which it entered its state
+    target: Role | None  # wanted role; DRAINED if it leaves; None: role unknown
+    since_s: float  # time at which the worker entered its state
     state: WorkerState = WorkerState.WAITING
     version: str = FIRST_VERSION
     context_len: int = 0  # tokens; 0 until the worker runs
     start: int = 0  # number of its latest start
     address: str | None = None  # None while the worker does not run
-    role: Role | None = None  # the role that it reported last
+    role: Role | None = None  # the latest role that the worker reported
     kv_format: KVFormat | None = None
-    kernels: str = ""  # the kernels that it reported last
+    kernels: str = ""  # the latest kernels that the worker reported
     load: LoadReport | None = None
     is_connected: bool = False
-    lost_s: float | None = None  # end of its session; None while it has a session
+    lost_s: float | None = None  # time at which its session ended; None during a session
     died_s: float | None = None  # time of its last death; None once it serves again
     failures: int = 0  # ends and failed starts in a row
-    restarts_now: bool = False  # True if its next start does not wait
-    leaves: bool = False  # True if it is stopped once drained
-    is_spare: bool = False  # its target is DRAINED: it waits to replace a dead worker
-    refuses: set[Role] = field(default_factory=set)  # roles that it has refused
-    has_run: bool = False  # True if its machine has the model
-    moves_since_s: float | None = None  # time of the flip since which decoding sequences move away
+    restarts_now: bool = False  # True if its next start is due at once
+    leaves: bool = False  # True if the worker is stopped once it is drained
+    is_spare: bool = False  # True if it waits to replace a dead worker; its target is DRAINED
+    refuses: set[Role] = field(default_factory=set)  # roles that the worker has refused
+    has_run: bool = False  # True if it has run before, so its machine has the model
+    moves_since_s: float | None = None  # flip after which decoding sequences move away
 
     @property
     def runs(self) -> bool:
-        """True if its process listens and has not been ordered to stop."""
+        """True if the worker's process listens and has not been ordered to stop."""
         return self.state in RUNNING
 
     @property
@@ -75,21 +75,25 @@ class PoolWorker:
 
     @property
     def shown_role(self) -> Role | None:
-        """The role to display: until the worker runs, its future role."""
+        """The role to display. Before the worker runs, this is its future role."""
         return self.role or self.target
 
     def order(self) -> tuple[int, tuple[str, int, str]]:
-        """The key that sorts workers for display: by role, then by number."""
+        """Returns the key that sorts workers for display: by role, then by number."""
         return by_role(self.shown_role, self.worker_id)
 
     @property
     def num_seqs(self) -> int:
-        """The number of its sequences, by its last report."""
+        """The number of the worker's sequences in its latest load report."""
         return 0 if self.load is None else self.load.waiting_seqs + self.load.running_seqs
 
     @property
     def num_leaving_seqs(self) -> int:
-        """The number of sequences that decode here against its role, and are moved away."""
+        """The number of sequences that still decode here although the worker's role does not
+        decode.
+
+        These sequences are being moved away.
+        """
         decodes = self.role is None or self.role.decodes
         return 0 if self.load is None or decodes else self.load.decode_seqs
 
@@ -103,15 +107,15 @@ class PoolWorker:
 
     @property
     def work_tokens(self) -> int:
-        """The tokens of prompts to compute, plus the tokens of decoding contexts."""
+        """The number of prompt tokens to compute, plus the context tokens of decoding sequences."""
         return 0 if self.load is None else self.load.prompt_tokens + self.load.context_tokens
 
     def prefills(self) -> bool:
-        """True if both its present role and its wanted role compute prompts."""
+        """True if the worker serves, and its present and its wanted role both compute prompts."""
         return self._serves() and _both(self.role, self.target, "prefills")
 
     def decodes(self) -> bool:
-        """True if both its present role and its wanted role generate tokens."""
+        """True if the worker serves, and its present and its wanted role both generate tokens."""
         return self._serves() and _both(self.role, self.target, "decodes")
 
     def _serves(self) -> bool:

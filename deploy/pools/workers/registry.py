@@ -1,4 +1,6 @@
-"""All workers of the pools, and the changes of state that orders, moves and deadlines share."""
+"""The records of all workers, and the state changes that orders, moves and deadlines have in
+common.
+"""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -14,33 +16,34 @@ NOT_STARTED = "did not start: "
 
 
 class PoolWorkers:
-    """Owns the record of each worker. Methods that yield effects change the record first."""
+    """Owns the record of each worker. A method that yields effects changes the record first."""
 
     def __init__(self, state: PoolState) -> None:
         self.by_id: dict[WorkerId, PoolWorker] = {}
-        self.took_over = False  # after an earlier controller: any serving workers are enough
-        self.waits_for_nodes = False  # some workers need later nodes: as with `took_over`
+        self.took_over = False  # True after an earlier controller: any serving workers suffice
+        # True if workers wait for later nodes: any serving ones suffice.
+        self.waits_for_nodes = False
         self.state = state
         self._num_starts = 0
 
     # ------------------------------------------------------------ questions
 
     def starting(self, worker_id: WorkerId, start: int) -> PoolWorker | None:
-        """Returns the worker if `start` is its latest start and has not ended."""
+        """Returns the worker if `start` is its latest start and still under way; otherwise None."""
         worker = self.by_id.get(worker_id)
         if worker is None or worker.state is not WorkerState.STARTING or worker.start != start:
             return None
         return worker
 
     def at(self, worker_id: WorkerId, address: str) -> PoolWorker | None:
-        """Returns the worker if it still runs at that address."""
+        """Returns the worker if it still runs at this address; otherwise None."""
         worker = self.by_id.get(worker_id)
         if worker is None or worker.address != address or not worker.runs:
             return None
         return worker
 
     def members(self) -> tuple[Member, ...]:
-        """Returns the running workers in the order of their names."""
+        """Returns the running workers as members, ordered by name."""
         return tuple(
             Member(worker.worker_id, worker.address, worker.version, worker.context_len)
             for worker in sorted(self.by_id.values(), key=lambda w: by_number(w.worker_id))
@@ -48,20 +51,25 @@ class PoolWorkers:
         )
 
     def listed(self) -> list[str]:
-        """Returns texts of all workers with their roles, sorted for display."""
+        """Returns a text with name and role for each worker, sorted for display."""
         workers = sorted(self.by_id.values(), key=PoolWorker.order)
         return [with_role(worker.worker_id, worker.shown_role) for worker in workers]
 
     def kept(self) -> list[WorkerId]:
-        """Returns the workers that the operator drained and that keep running."""
+        """Returns the workers that an operator has drained and that keep running."""
         return [worker.worker_id for worker in self.by_id.values() if self._is_kept(worker)]
 
     def room(self) -> int:
-        """Returns how many workers can serve: the limit less the drained workers that are kept."""
+        """Returns how many workers can serve: the limit minus the drained workers that keep
+        running.
+        """
         return self.state.limits.max_workers - len(self.kept())
 
     def serve_enough(self) -> bool:
-        """True if gateways may start. At a first start, all wanted workers must serve before."""
+        """True if enough workers serve, so that gateways may start.
+
+        At a first start, all wanted workers must serve.
+        """
         workers = self.by_id.values()
         if self.took_over or self.waits_for_nodes:
             return any(w.prefills() for w in workers) and any(w.decodes() for w in workers)
@@ -103,7 +111,7 @@ class PoolWorkers:
         worker.state, worker.since_s = state, now_s
 
     def flip(self, worker: PoolWorker, role: Role, why: str, now_s: float) -> Iterator[PoolEffect]:
-        """Sends a new role to a worker."""
+        """Gives a worker another role, and sends it this role."""
         self.state.counters["flips"] += 1
         what = f"is flipped from {worker.role} to {role}"
         yield self.state.record(now_s, worker.worker_id, what, why)
@@ -112,7 +120,9 @@ class PoolWorkers:
         yield SetWorkerRole(worker.worker_id, role)
 
     def give_up_flip(self, worker: PoolWorker, why: str, now_s: float) -> Iterator[PoolEffect]:
-        """Keeps a worker in its present role. Another worker takes the missing role."""
+        """Abandons a flip: the worker keeps its present role, and another worker may be flipped
+        instead.
+        """
         if worker.state is not WorkerState.FLIPPING:
             return
         assert worker.target is not None
@@ -125,7 +135,7 @@ class PoolWorkers:
         self.enter(worker, WorkerState.DRAINED if drained else WorkerState.SERVING, now_s)
 
     def drain(self, worker: PoolWorker, why: str, now_s: float) -> Iterator[PoolEffect]:
-        """Orders a worker to finish or hand over its work, and to accept no more work."""
+        """Orders a worker to finish or hand over its work, and to accept no new work."""
         self.state.counters["drains"] += 1
         yield self.state.record(now_s, worker.worker_id, "is drained of its work", why)
         worker.target = Role.DRAINED
@@ -139,7 +149,7 @@ class PoolWorkers:
         return StopWorker(worker.worker_id, by_force=by_force)
 
     def lose(self, worker: PoolWorker, how: str, now_s: float) -> Iterator[PoolEffect]:
-        """Records that a wanted worker ended. The worker waits for its next start."""
+        """Records that a wanted worker has ended. The worker then waits for its next start."""
         worker_id = worker.worker_id
         yield self.state.record_end(worker_id, now_s, how, role=worker.target)
         self.by_id[worker_id] = PoolWorker(
@@ -161,9 +171,10 @@ class PoolWorkers:
         yield self.state.record(now_s, worker.worker_id, "is started again at once", why)
 
     def troubles(self) -> Iterator[str]:
-        """Yields a sentence for each worker that did not start or keeps ending, until it runs.
+        """Yields a sentence for each worker that does not run because it failed to start or keeps
+        ending.
 
-        A worker that died once is back within seconds, and is shown only in the steps.
+        A worker that died once runs again within seconds, so only the history's steps report this.
         """
         for worker_id, worker in self.by_id.items():
             why = self.state.restarts.why(worker_id)
@@ -172,7 +183,7 @@ class PoolWorkers:
                 yield f"{with_role(worker_id, worker.target)} {what}"
 
     def remove(self, worker: PoolWorker) -> None:
-        """Removes a worker that has ended and is not wanted."""
+        """Removes a worker that has ended and is no longer wanted."""
         del self.by_id[worker.worker_id]
         self.state.restarts.remove(worker.worker_id)
 
@@ -191,6 +202,9 @@ class PoolWorkers:
             assert worker.moves_since_s is None or worker.role is Role.PREFILL
 
     def _free_name(self) -> WorkerId:
-        """Returns an unused name. It contains no role, since a flip would make it wrong."""
+        """Returns an unused name.
+
+        The name contains no role, because a flip would make the name wrong.
+        """
         names = (WorkerId(f"worker-{number}") for number in count())
         return next(name for name in names if name not in self.by_id)

@@ -21,13 +21,13 @@ from deploy.pools.workers.registry import NOT_STARTED, PoolWorkers
 from engine.control import Member
 from engine.messages import Role, WorkerId
 
-FLIP_TIMEOUT_S = 10.0  # longest wait for a flip; a worker answers between two steps
-UNREACHABLE_S = 30.0  # a worker without a session for this time is killed
+FLIP_TIMEOUT_S = 10.0  # longest wait for the answer to a flip; a worker answers between two steps
+UNREACHABLE_S = 30.0  # a worker that has had no session for this time is killed
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSightings:
-    """Handlers of events about workers. Each yields effects."""
+    """Handlers of events about workers. Each handler yields effects."""
 
     workers: PoolWorkers
     state: PoolState
@@ -42,7 +42,7 @@ class WorkerSightings:
         yield self.state.record(now_s, worker_id, "was found running")
 
     def on_started(self, event: WorkerStarted, now_s: float) -> Iterator[PoolEffect]:
-        """Waits for a session with a worker that listens now."""
+        """Records that a worker listens. From now on waits for a session with this worker."""
         worker = self.workers.starting(event.worker_id, event.start)
         if worker is None:
             return
@@ -70,7 +70,7 @@ class WorkerSightings:
             yield from self.workers.lose(worker, "was stopped", now_s)
 
     def on_died(self, event: Died, now_s: float) -> Iterator[PoolEffect]:
-        """Schedules another start of a wanted worker; removes any other worker."""
+        """Schedules another start if the worker is wanted. Otherwise removes the worker."""
         worker = self.workers.by_id.get(WorkerId(event.name))
         if worker is None or not worker.runs:
             return
@@ -82,7 +82,10 @@ class WorkerSightings:
             yield from self.workers.lose(worker, event.how, now_s)
 
     def on_connected(self, event: Connected, now_s: float) -> Iterator[PoolEffect]:
-        """Adds a worker to its pool, and sends its role again if it reports another role."""
+        """Adds a worker to its pool.
+
+        If the worker reports another role than the wanted one, sends the wanted role again.
+        """
         worker = self.workers.at(event.worker_id, event.address)
         if worker is None:
             return
@@ -123,13 +126,16 @@ class WorkerSightings:
         )
 
     def on_role(self, event: RoleSeen, now_s: float) -> Iterator[PoolEffect]:
-        """Ends a flip if the worker confirms or refuses the role."""
+        """Records a worker's role.
+
+        Ends a flip if the worker confirms or refuses the wanted role.
+        """
         worker = self.workers.at(event.worker_id, event.address)
         if worker is None:
             return
         before = worker.role
         _record_role(worker, event.role, now_s)
-        worker.load = None  # the last report was for the previous role
+        worker.load = None  # the latest load report was for the previous role
         if event.role is worker.target:
             if worker.state is WorkerState.FLIPPING:
                 took_s = now_s - worker.since_s
@@ -146,7 +152,10 @@ class WorkerSightings:
             yield from self.workers.give_up_flip(worker, "the worker refuses it", now_s)
 
     def on_load(self, event: LoadSeen, now_s: float) -> Iterator[PoolEffect]:
-        """Ends a drain, or the moves after a flip, once the worker's load shows no such work."""
+        """Records a worker's load.
+
+        Ends a drain, or the moves after a flip, once no such work is left.
+        """
         worker = self.workers.at(event.worker_id, event.address)
         if worker is None:
             return
@@ -166,7 +175,7 @@ class WorkerSightings:
     # ------------------------------------------------------------ deadlines
 
     def sweep(self, now_s: float) -> Iterator[PoolEffect]:
-        """Acts on the deadlines that have passed: sessions, flips, drains."""
+        """Handles the deadlines of sessions, flips and drains that have passed."""
         for worker in list(self.workers.by_id.values()):
             yield from self._sweep(worker, now_s)
 
@@ -188,15 +197,19 @@ class WorkerSightings:
             yield self.workers.end(worker, now_s)
 
     def _drains_too_long(self, worker: PoolWorker, waited_s: float) -> bool:
-        """True if a drain exceeds its deadline. A worker that is kept after the drain has none."""
+        """True if a drain exceeds its deadline.
+
+        The drain of a worker that is kept afterwards has no deadline.
+        """
         drains = worker.state is WorkerState.DRAINING and worker.leaves
         return drains and waited_s >= self.state.limits.pools.drain_timeout_s
 
 
 def _record_role(worker: PoolWorker, role: Role, now_s: float) -> None:
-    """Sets the role. If the new role does not decode, sequences that decode here must move away.
+    """Sets a worker's role. If the new role does not decode, sequences that decode on the worker
+    must move away.
 
-    A drained worker is an exception: it may finish its sequences.
+    A drained worker is an exception: the worker may finish its sequences.
     """
     before, worker.role = worker.role, role
     if before is role or before is None:

@@ -1,14 +1,14 @@
 """Chooses the worker that replaces a pool whose workers have all died. Pure.
 
     KV formats are equal     the least loaded worker of another pool becomes mixed at once
-    KV formats differ        the dead workers are started again at once, each once: a start after
-                             the first failure does not wait. After `pools.inexact_after_s` a
-                             worker of another format becomes mixed nevertheless, if it can. Its
-                             tokens may differ from those of the dead workers
-    there is no such worker  the dead workers are started again at once
+    KV formats differ        each dead worker is restarted at once, but only after its first
+                             failure. After `pools.inexact_after_s` a worker with another KV
+                             format becomes mixed nevertheless, if it can. The mixed worker's
+                             tokens may differ from the tokens of the dead workers
+    no worker can be mixed   the dead workers are restarted at once
 
-Once a worker of the pool serves again, the mixed worker returns to its role. `stand_in_troubles`
-describes the present case in a sentence.
+Once a worker of the dead pool serves again, the mixed worker returns to its former role.
+`stand_in_troubles` describes the present case in a sentence.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,9 +25,10 @@ _DUTIES = (Role.DECODE, Role.PREFILL)
 
 
 def dead_pools(workers: Iterable[PoolWorker]) -> dict[Role, list[PoolWorker]]:
-    """Returns the workers of a version that have died, for each role that no other one serves.
+    """Returns the dead workers by role, for each role whose work no other worker of the version
+    does.
 
-    Workers that have never run do not count, since a deployment starts with such workers.
+    Workers that have never run do not count as dead, because a deployment starts with such workers.
     """
     found = {}
     all_workers = list(workers)
@@ -40,12 +41,12 @@ def dead_pools(workers: Iterable[PoolWorker]) -> dict[Role, list[PoolWorker]]:
 
 
 def is_exact(role: Role, formats: Mapping[Role, KVFormat]) -> bool:
-    """True if a mixed worker has the KV format of that role's workers."""
+    """True if mixed workers have the same KV format as workers of this role."""
     return formats[role] == formats[Role.MIXED]
 
 
 def to_restart_now(dead: Iterable[PoolWorker]) -> PoolWorker | None:
-    """Returns a dead worker that waits for its first restart; None if there is none."""
+    """Returns a dead worker that waits for its first restart. None if there is no such worker."""
     waiting = (w for w in dead if w.state is WorkerState.WAITING and w.failures == 1)
     return next((w for w in waiting if not w.restarts_now), None)
 
@@ -53,7 +54,9 @@ def to_restart_now(dead: Iterable[PoolWorker]) -> PoolWorker | None:
 def stand_in_troubles(
     workers: Iterable[PoolWorker], versions: Sequence[Version]
 ) -> tuple[str, ...]:
-    """Returns a sentence for each pool that has died, and for each worker that stands in."""
+    """Returns a sentence for each pool whose workers have all died, and for each worker that stands
+    in.
+    """
     all_workers = list(workers)
     found = []
     for version in versions:
