@@ -328,7 +328,7 @@ class Arrivals:
         return Emit(copy.gateway_id, GivenBack(copy.seq_id, PREEMPTED))
 
     def validate(self) -> None:
-        """Asserts the invariants of arrivals."""
+        """Asserts the invariants of arriving sequences and copies."""
         assert not set(self.queued) & set(self.arriving)
         assert not set(self.arriving) & set(self.aborting)
         assert not set(self.copies) & {*self.queued, *self.arriving}

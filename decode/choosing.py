@@ -43,14 +43,14 @@ class Proposal(msgspec.Struct, frozen=True):
 
     proposer: Proposer
     num_tokens: int
-    match_len: int = 0  # length of the matching n-gram
+    match_len: int = 0  # length of the matching n-gram; 0 without a match
 
 
 @dataclass(slots=True)
 class DraftOption:
     """A possible draft for one candidate."""
 
-    index: int  # index of the candidate
+    index: int  # index of the candidate in the list of candidates
     proposer: Proposer
     share: float  # probability that the target keeps each token
     token_s: float  # cost of each drafted token, seconds

@@ -10,9 +10,9 @@
     trust         the best of many estimates overestimates the gain. The measured gain of steps
                   with drafts over the latest plain steps is compared with the expected gain.
                   Later predictions are multiplied by the ratio of the two
-    plain steps   while all steps look for drafts, two steps run without a look now and then. The
+    plain steps   while all steps look for drafts, two steps now and then run without a look. The
                   gain is measured against the second one, since the first one finds caches cold
-    rests         to look for matches and to choose costs host time. A small share of all time is
+    rests         a look takes host time. A small share of all time is
                   credited for these looks, and so is the measured net gain of drafts. Looks that
                   find nothing, and drafts that lose time, reduce the credit. Without credit, steps
                   rest: they do not look. So the loss is bounded even if the estimates are wrong.

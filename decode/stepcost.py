@@ -4,7 +4,7 @@
                                                                 a row; verifies: 1 if there are any
     draft_s  = [1, passes, tokens] · weights                    passes and tokens of the draft model
 
-`target_s` is the time since the end of the last step. It includes planning, but not the draft
+`target_s` is the time since the end of the last step. It includes planning, but excludes the draft
 model. `read` is the number of context tokens that attention reads, in thousands, summed over the
 computed tokens. Each formula is fitted by recursive least squares, in which old steps weigh less
 and less. Errors are relative, since times span decades. A large error is clipped: an interrupted

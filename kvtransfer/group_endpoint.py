@@ -71,7 +71,7 @@ class RemoteEndpoint(Protocol):
         ...
 
     def close(self) -> None:
-        """Closes the endpoint."""
+        """Closes the endpoint of the other rank."""
         ...
 
 
@@ -105,7 +105,7 @@ class GroupEndpoint:
         self._counters: Counter[str] = Counter()
         self._todo: deque[Callable[[], list[GroupEffect]]] = deque()
         self._is_busy = False  # True while a thread handles the queue `_todo`
-        self._lock = threading.Lock()  # guards `_todo` and `_is_busy`
+        self._lock = threading.Lock()  # guards `_todo` and `_is_busy` against concurrent threads
 
     def open(self) -> TransferAddress:
         """Opens the endpoints of all ranks; returns the address for sinks.

@@ -24,13 +24,13 @@ from engine.layout import ALIGNMENT_BYTES
 from kvtransfer.messages import ShmOffer
 
 HUGE_PAGE_BYTES = 2 * 2**20
-MADV_POPULATE_WRITE = 23  # from linux/mman.h, since Linux 5.14
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from malloc.h
+MADV_POPULATE_WRITE = 23  # constant of linux/mman.h, since Linux 5.14
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # constants of malloc.h
 
 _madvise = ctypes.CDLL(None).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
-Blocks = npt.NDArray[np.uint8]  # [num_blocks, block_bytes]
+Blocks = npt.NDArray[np.uint8]  # shape [num_blocks, block_bytes]
 
 
 class ShmUnavailable(BatonError):
@@ -46,7 +46,7 @@ def keep_freed_memory() -> None:
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:  # only glibc has this function
-        mallopt(M_MMAP_THRESHOLD, 32 * 2**20)  # the maximum that glibc accepts
+        mallopt(M_MMAP_THRESHOLD, 32 * 2**20)  # the maximum that glibc accepts, in bytes
         mallopt(M_TRIM_THRESHOLD, 128 * 2**20)
 
 
@@ -98,7 +98,7 @@ class PrivatePool:
         """Allocates the memory; pages are zero until written."""
         num_bytes = _in_huge_pages(self.num_blocks * self.block_bytes)
         self._map = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._map.madvise(mmap.MADV_HUGEPAGE)  # if the system allows huge pages
+        self._map.madvise(mmap.MADV_HUGEPAGE)  # takes effect if the system allows huge pages
 
     @property
     def blocks(self) -> Blocks:

@@ -85,7 +85,7 @@ class NixlOffer(msgspec.Struct, frozen=True):
     metadata: bytes
     address: int
     num_bytes: int
-    kind: str  # DRAM or VRAM
+    kind: str  # kind of memory: DRAM or VRAM
     device_id: int
 
 

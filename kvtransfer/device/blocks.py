@@ -191,7 +191,7 @@ class DevicePool:
         self._region = Region(device.address, num_bytes, "VRAM", device_id)
 
     def region(self) -> Region:
-        """The pool on its device."""
+        """The location of the pool on its device."""
         return self._region
 
     def offer(self) -> None:

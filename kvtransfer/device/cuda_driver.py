@@ -24,11 +24,11 @@ from kvtransfer.memory import Blocks
 
 LIBRARY = "libcuda.so.1"
 HANDLE_BYTES = 64
-NOT_READY = 600  # CUDA_ERROR_NOT_READY
-NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
-NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
-PORTABLE = 1  # CU_MEMHOSTALLOC_PORTABLE
-LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+NOT_READY = 600  # CUDA's CUDA_ERROR_NOT_READY
+NON_BLOCKING = 1  # CUDA's CU_STREAM_NON_BLOCKING
+NO_TIMING = 2  # CUDA's CU_EVENT_DISABLE_TIMING
+PORTABLE = 1  # CUDA's CU_MEMHOSTALLOC_PORTABLE
+LAZY_PEER_ACCESS = 1  # CUDA's CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
 
 class DriverError(BatonError):
@@ -36,7 +36,7 @@ class DriverError(BatonError):
 
 
 class DeviceCopy(NamedTuple):
-    """One copy of contiguous bytes."""
+    """A copy of contiguous bytes from one address to another."""
 
     to_address: int
     from_address: int

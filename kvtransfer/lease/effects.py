@@ -20,7 +20,7 @@ Peer = bytes  # routing id of a sink's connection at the source's socket
 
 
 class SendToSink(msgspec.Struct, frozen=True):
-    """Source: send a message."""
+    """Source: send a message to a sink."""
 
     peer: Peer
     message: ToSink
@@ -65,7 +65,7 @@ class Fetch(msgspec.Struct, frozen=True):
     address: str
     lease_id: LeaseId
     indices: tuple[int, ...]  # indices of the blocks in the lease
-    source_blocks: tuple[int, ...]  # block ids at the source
+    source_blocks: tuple[int, ...]  # ids of the blocks at the source
     block_ids: tuple[BlockId, ...]  # block ids in the sink's own pool
     # lease word; if it has not changed after the copy, the blocks are good
     word: LeaseWord | None = None

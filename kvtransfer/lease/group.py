@@ -1,8 +1,8 @@
 """Joins the parts of several members into one pull or lease.
 
-Two places use this. At rank 0 of a worker, each rank's endpoint is a member of all pulls and leases
-of the worker. At one rank of a sink, the ranks of a source are the members of a pull: each member
-provides a share of every block.
+This module is used in two places. At rank 0 of a worker, each rank's endpoint is a member of all
+pulls and leases of the worker. At one rank of a sink, the ranks of a source are the members of a
+pull: each member provides a share of every block.
 
 The life of a pull:
 
@@ -77,7 +77,7 @@ class _GroupPull:
     wanted: frozenset[int] | None = None  # indices in the lease; None until the pull starts
     # wanted indices whose block at least one part failed to bring
     missing: set[int] = field(default_factory=set)
-    failure: str | None = None  # reason of the first failed part
+    failure: str | None = None  # reason of the first part that failed
     is_ending: bool = False
     longest: PullDone | None = None
     exposed_s: float = 0.0
@@ -172,7 +172,7 @@ class PullGroups:
         return [ToMember(member, AbortPull(seq_id)) for member in pull.open]
 
     def validate(self) -> None:
-        """Asserts the invariants."""
+        """Asserts the invariants of all pulls."""
         for pull in self._pulls.values():
             assert pull.open
             assert len(set(pull.open)) == len(pull.open)
@@ -318,7 +318,7 @@ class LeaseGroups:
         return [e for i in lease_ids for e in self.ended(member, LeaseEnded(i, reason))]
 
     def validate(self) -> None:
-        """Asserts the invariants."""
+        """Asserts the invariants of all leases."""
         for lease in self._leases.values():
             assert lease.open
             assert set(lease.open) <= set(self._members) - self._lost.keys()

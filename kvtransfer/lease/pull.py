@@ -24,7 +24,7 @@ class Means:
     """The transport that fetches a source's blocks, and the limits on blocks in flight."""
 
     transport: str  # name of the transport, for PullDone
-    batch_blocks: int = MAX_BLOCKS_PER_READ  # most blocks in one Fetch
+    batch_blocks: int = MAX_BLOCKS_PER_READ  # largest number of blocks in one Fetch
     window_blocks: int = MAX_BLOCKS_PER_READ  # most blocks in flight from that source
     resends: bool = False  # True if the sink must ask again for lost blocks
 
@@ -35,16 +35,16 @@ class KnownSource:
 
     address: TransferAddress
     heard_s: float
-    asked_s: float | None = None  # time of the oldest unanswered message
+    asked_s: float | None = None  # time at which the oldest unanswered message was sent
     data_s: float = 0.0  # time at which the source last sent blocks
     attached: bool = False
     # releases to send once the sink is attached
     given_up: list[Release] = field(default_factory=list)
     num_blocks: int = 0
     means: Means = Means("")
-    num_asked: int = 0  # blocks in flight, over all pulls
+    num_asked: int = 0  # number of blocks in flight, over all pulls
     lacks_room: bool = False  # True if the window has no room for the next batch of some pull
-    pulls: dict[LeaseId, "Pull"] = field(default_factory=dict)  # oldest first
+    pulls: dict[LeaseId, "Pull"] = field(default_factory=dict)  # pulls by lease, oldest first
 
     def ask(self, message: ToSource, now_s: float) -> SendToSource:
         """Returns the message to send, and starts the deadline for the source's answer."""
@@ -64,7 +64,8 @@ class KnownSource:
         """Asserts the source's invariants."""
         assert self.num_asked == sum(len(pull.asked) for pull in self.pulls.values())
         assert self.num_asked <= self.means.window_blocks
-        assert self.num_asked > 0 or not self.lacks_room  # the arrival of blocks makes room
+        # only the arrival of blocks in flight can make room
+        assert self.num_asked > 0 or not self.lacks_room
         for lease_id, pull in self.pulls.items():
             assert pull.lease.lease_id == lease_id
             assert pull.source is self
@@ -94,7 +95,7 @@ class Pull:
     # indices of arrived blocks, in order of arrival
     here: dict[int, None] = field(default_factory=dict)
     good: set[int] = field(default_factory=set)  # indices of arrived blocks that are proven correct
-    num_damaged: int = 0  # messages whose checksum was wrong
+    num_damaged: int = 0  # number of messages whose checksum was wrong
     stamp: int = -1  # stamp of the latest Hold
     num_here_at_stamp: int = 0
     releasing: bool = False  # all blocks have arrived, and Release is sent

@@ -13,7 +13,7 @@ What each event does (— cannot happen, or changes nothing):
 
     event            no such pull    held            pulling             releasing
     start            PullFailed      pulling         —                   —
-    Ready            —               noted           fetches             noted
+    Ready            —               recorded        fetches             recorded
     blocks arrive    —               —               fetches. All here:  —
                                                      Release. All good:
                                                      PullDone as well
@@ -24,7 +24,7 @@ What each event does (— cannot happen, or changes nothing):
     renewal due      —               Hold            Hold                Release
     reread_s over    —               —               asks again          —
     silence_s over   —               PullFailed in each of the three
-                                     (a pull that was reported done reports nothing more)
+                                     (after PullDone, a pull reports nothing more)
 
 The sink keeps a lease alive before it has memory for the blocks. So the lease does not expire while
 the sequence waits at the sink.
@@ -188,7 +188,7 @@ class SinkMachine:
         if message.incarnation != source.address.incarnation:
             return self._lose_source(address, "source restarted")
         if source.attached:
-            return []  # only the source's first answer counts
+            return []  # the source's first answer has been handled already
         try:
             wire = agree(message.identity, self._identity)
             if message.identity.shard != source.address.shard:

@@ -37,9 +37,9 @@ the order has reached every rank. So the ranks of such a worker keep messages ab
 for `early_s`.
 
 A lease has a *word* in memory that sinks can read. While the lease is open, the word is a
-generation that no other lease ever has. It is set to zero before the end of the lease is reported.
-So a sink that finds the generation after a copy knows that the lease was open then. If too many
-leases are open, further leases have no word and are confirmed by messages only.
+generation that no other lease ever has. The word is set to zero before the end of the lease is
+reported. So a sink that finds the generation after a copy knows that the lease was open then. If
+too many leases are open, further leases have no word and are confirmed by messages only.
 
 The machine uses no socket, memory or block pool. `next_wake_s` returns the time of the next
 `sweep`.

@@ -42,9 +42,9 @@ class StreamStop(IntEnum):
     """The reason why `send` or `receive` returned; mirrors `Stop` in stream.h."""
 
     BLOCKED = 0  # the connection cannot send or receive now
-    DONE = 1  # everything is sent
-    MORE = 2  # the budget is used up
-    NOTE = 3  # a note has arrived
+    DONE = 1  # all queued data is sent
+    MORE = 2  # the byte budget of the call is used up
+    NOTE = 3  # a note has been received
     LOST = 4  # the connection is lost
     BAD = 5  # the received bytes are not the peer's next message
 
@@ -148,7 +148,7 @@ class SealedStream:
         self._nothing = RecordFrame.of(_NO_RECORDS, ())
 
     def fileno(self) -> int:
-        """The connection's descriptor."""
+        """The descriptor of the stream's connection."""
         return self._connection.fileno()
 
     def note(self, note: bytes) -> bool:

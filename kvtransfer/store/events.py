@@ -49,7 +49,7 @@ class PeerNews:
 
 @dataclass(frozen=True, slots=True)
 class FromPeer:
-    """A worker's answer to `OfferBlocks`."""
+    """A worker's answer to `OfferBlocks`, which names the leased blocks."""
 
     peer_id: WorkerId
     message: BlocksOffered

@@ -40,7 +40,7 @@ class Holdings:
         """`shelves` contains a shelf for memory, and one for each lower tier in use."""
         self.shelves = dict(shelves)
         self.memory = shelves[Medium.HOST]
-        self.loads: dict[BlockHash, Load] = {}  # oldest first
+        self.loads: dict[BlockHash, Load] = {}  # running loads by block, oldest first
         self.num_loads: Counter[Medium] = Counter()  # number of blocks being loaded, by medium
         # reason why a tier is off, by medium; only tiers that are off
         self.off: dict[Medium, str] = {}
@@ -199,7 +199,7 @@ class Holdings:
             self.written(medium, place, block, parent, now_s)
 
     def validate(self) -> None:
-        """Asserts the invariants."""
+        """Asserts the invariants of shelves and loads."""
         for shelf in self.shelves.values():
             shelf.validate()
         assert not any(block in self.memory for block in self.loads)

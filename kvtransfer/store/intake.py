@@ -1,4 +1,4 @@
-"""Copies workers' blocks into a store: decides when, in which order, and how many at once.
+"""Copies workers' blocks into a store: decides when to copy, in which order and in which batches.
 
 Block events of workers are only hints. The store asks a worker for a lease on blocks with certain
 hashes. The worker leases the blocks that it still has, and the store pulls them like any sink.
@@ -9,8 +9,8 @@ so that reads have priority over writes. A worker's new blocks are pulled once t
 a batch, or after `settle_s`.
 
 A block is useful only together with all blocks before it. So a block is pulled with the blocks of
-its prefix that the store lacks. If the worker has evicted one of these, the block is an orphan and
-is not pulled.
+its prefix that the store lacks. If the worker has evicted one of these blocks, the block is an
+orphan and is not pulled.
 
 Blocks that enough other stores have are not pulled. Copies of a hot prefix spread nevertheless:
 sinks cache the prefix, and the store on a sink's node pulls it from the sink.
@@ -42,9 +42,9 @@ MAX_HELD = 4_000_000  # most recorded blocks of one peer; further blocks are ign
 
 @dataclass(frozen=True, slots=True)
 class IntakePace:
-    """The limits of the intake."""
+    """The limits on pulls from workers."""
 
-    batch_blocks: int = 64  # most blocks in one pull
+    batch_blocks: int = 64  # largest number of blocks in one pull
     settle_s: float = 0.25  # longest wait of new blocks for a full batch, seconds
     bytes_per_s: float = math.inf
     duty: float = 0.25  # largest share of the time during which pulls run
@@ -57,7 +57,7 @@ class _Peer:
     """A peer's cached blocks, and the blocks among them that the store has not examined yet."""
 
     is_store: bool
-    # the parent of each cached block
+    # parent of each cached block
     held: dict[BlockHash, BlockHash | None] = field(default_factory=dict)
     # arrival time of each unexamined block
     new: "OrderedDict[BlockHash, float]" = field(default_factory=OrderedDict)
@@ -71,7 +71,7 @@ class _Taking:
     seq_id: SeqId
     blocks: tuple[BlockHash, ...]
     parents: tuple[BlockHash | None, ...]
-    due_s: float  # deadline of the worker's answer
+    due_s: float  # time until which the worker must answer
     places: tuple[int, ...] = ()  # indices in `blocks` of the blocks that the lease covers
     slots: tuple[BlockId, ...] = ()
 
@@ -99,7 +99,7 @@ class StoreIntake:
         self._copies: Counter[BlockHash] = Counter()
         self._taking: _Taking | None = None
         self._num_asked = 0
-        self._next_s = 0.0  # earliest time of the next batch
+        self._next_s = 0.0  # earliest time at which the next batch may be asked for
         self.taken: list[BlockHash] = []  # new blocks in memory that the machine has not read yet
 
     @property
@@ -130,7 +130,7 @@ class StoreIntake:
             self._taking = None  # the lost peer will not answer
 
     def follow(self, peer_id: WorkerId, events: Sequence[BlockEvent], now_s: float) -> None:
-        """Applies a peer's block events."""
+        """Applies block events of a peer to its recorded blocks."""
         peer = self._peers.get(peer_id)
         if peer is None:
             return
@@ -294,7 +294,7 @@ class StoreIntake:
         self._next_s = now_s + pause_s
 
     def validate(self) -> None:
-        """Asserts the invariants."""
+        """Asserts the invariants of the intake."""
         for peer in self._peers.values():
             assert peer.new.keys() <= peer.held.keys()
         assert min(self._copies.values(), default=1) > 0

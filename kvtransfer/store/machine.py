@@ -172,7 +172,7 @@ class StoreMachine:
         return {**self._counters, **self.holdings.counters, **evicted}
 
     def validate(self) -> None:
-        """Asserts the invariants."""
+        """Asserts the invariants of all parts of the store."""
         self.holdings.validate()
         self.offers.validate()
         self.intake.validate()

@@ -1,12 +1,13 @@
 """Leases of a store's blocks to workers that compute prompts, and prefetches of blocks for prompts.
 
-A lease covers the leading blocks of a prompt that the store has on any medium. It opens at once and
-grows as blocks are loaded, like the lease of a prompt that is being computed. So disk reads overlap
-with the pull. If a block cannot be loaded, the lease is revoked; the sink keeps the blocks that
-have arrived.
+A lease covers the leading blocks of a prompt that the store has on any medium. The lease opens at
+once and grows as blocks are loaded, like the lease of a prompt that is being computed. So disk
+reads overlap with the pull. If a block cannot be loaded, the lease is revoked; the sink keeps the
+blocks that have arrived.
 
-A lease ends by release, by the gateway's `Cancel` or loss, or if its sink is silent. A load that
-takes too long ends the leases that wait for it. The load keeps its slot until it ends.
+A lease ends by release, by the gateway's `Cancel`, by the loss of the gateway, or if its sink is
+silent. A load that takes too long ends the leases that wait for the load. The load keeps its slot
+until it ends.
 """
 
 from collections import Counter
@@ -175,7 +176,7 @@ class StoreOffers:
     def revoke_late(self, now_s: float) -> list[StoreEffect]:
         """Revokes the leases that have waited too long for a load."""
         effects: list[StoreEffect] = []
-        for load in self._holdings.loads.values():  # oldest load first
+        for load in self._holdings.loads.values():  # loads are in order of their start
             if now_s - load.begun_s < LOAD_TIMEOUT_S:
                 break
             for lease_id in self._waiting.get(load.slot, ()):
@@ -207,7 +208,7 @@ class StoreOffers:
             self._holdings.memory.end_lease(lease.slots)
 
     def validate(self) -> None:
-        """Asserts the invariants."""
+        """Asserts the invariants of the open leases."""
         loading = {load.slot for load in self._holdings.loads.values()}
         for lease in self.leases.values():
             assert len(lease.slots) == len(lease.blocks) > 0

@@ -138,7 +138,7 @@ class Shelf:
         self._leased.update(slots)
 
     def end_lease(self, slots: Iterable[BlockId]) -> None:
-        """Removes a lease from slots."""
+        """Removes a lease from these slots."""
         for slot in slots:
             self._let_go(self._leased, slot)
 
@@ -151,7 +151,7 @@ class Shelf:
         self._copied[slot] += 1
 
     def end_copy(self, slot: BlockId) -> None:
-        """Ends a copy."""
+        """Ends one copy of the slot's block."""
         self._let_go(self._copied, slot)
 
     # ------------------------------------------------------------ questions
@@ -172,7 +172,7 @@ class Shelf:
         return BlockCounts(self.num_free, cached, copied, leased, writing)
 
     def validate(self) -> None:
-        """Asserts the invariants."""
+        """Asserts the invariants of the slots."""
         assert self.counts().total == self.num_slots
         assert len(self._slots) == len(self._blocks) == len(self._parents) == len(self.eviction)
         assert all(self._blocks[slot] == block for block, slot in self._slots.items())

@@ -123,7 +123,7 @@ class WriteDown:
             writing.is_wanted = False
 
     def validate(self) -> None:
-        """Asserts the invariants."""
+        """Asserts the invariants of waiting and running writes."""
         assert len(self._under_way) <= MAX_WRITES[self.medium]
 
     def _drop(self, why: str, num: int) -> None:

@@ -214,7 +214,7 @@ def _new_agent(api: Any, name: str, delay_us: int | None) -> Any:
         config.pthrDelay = delay_us  # set here, because `nixl_agent_config` always sets 0
         config.useListenThread = False
         config.captureTelemetry = False
-        config.syncMode = bindings.NIXL_THREAD_SYNC_NONE  # UCX's own locks suffice
+        config.syncMode = bindings.NIXL_THREAD_SYNC_NONE  # the locks of UCX suffice
         agent.agent = bindings.nixlAgent(name, config)
     return agent
 

@@ -147,7 +147,7 @@ class SealedLink:
         )
         self._lanes = 1
         self._connection: socket.socket | None = None
-        self._stream: SealedStream | None = None  # None until connected
+        self._stream: SealedStream | None = None  # None until the connection exists
         self._is_blocked = False  # True while read messages wait until the connection accepts them
         self.landing: Landing | None = None
         self.is_stale = False  # True if places may have changed since the Data arrived
@@ -235,7 +235,7 @@ class SealedLink:
         try:
             done = self._connection.send(greeting) == len(greeting)
         except BlockingIOError:
-            return  # the connection does not exist yet
+            return  # the system has not completed the connection yet
         except OSError as error:
             raise StreamLost(str(error)) from error
         if not done:

@@ -221,7 +221,8 @@ class SealedSource:
         if line.read is not read:
             line.read, line.num_begun, line.frame = read, 0, None
         while line.frame is not None or line.num_begun < len(read.indices):
-            frame = line.frame or self._begin(line, read, pool)  # None: only queued bytes are sent
+            # without a frame, only bytes that are queued already are sent
+            frame = line.frame or self._begin(line, read, pool)
             if not self._go_on(line, frame, may_wait=may_wait):
                 return False
             line.frame = None

@@ -33,7 +33,7 @@ from kvtransfer.wire import Wire
 
 # bytes in one Data: smaller frames need more calls, larger ones exceed the processor's caches
 FRAME_BYTES = 2 * 2**20
-BATCH_BYTES = 8 * 2**20  # most bytes in one Fetch
+BATCH_BYTES = 8 * 2**20  # largest number of bytes in one Fetch
 WINDOW_BYTES = 32 * 2**20  # most bytes in flight from one source
 # most bytes in a one-sided read; each read costs NIXL a round trip to the source
 READ_BYTES = 32 * 2**20
@@ -44,7 +44,7 @@ class TransferContext:
     """The objects that all parts of one endpoint share."""
 
     sockets: "zmq.Context[zmq.Socket[bytes]]"
-    poller: select.epoll  # watches the descriptors of all parts
+    poller: select.epoll  # watches the descriptors of all parts of the endpoint
     secret: Secret
     timing: Timing
     clock: Clock
@@ -87,7 +87,7 @@ class BlocksFailed(msgspec.Struct, frozen=True):
 
 
 class SourceFault(msgspec.Struct, frozen=True):
-    """A source broke the protocol."""
+    """A source violated the protocol."""
 
     address: str
     error: ProtocolError

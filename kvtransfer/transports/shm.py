@@ -59,7 +59,7 @@ class ShmTransport:
         return [BlocksArrived(fetch.address, fetch.lease_id, fetch.indices, fetch.word)]
 
     def poll(self, ready: Collection[int], *, may_wait: bool) -> Sequence[FetchEnd]:
-        """Returns nothing: `fetch` reports everything."""
+        """Returns nothing, because `fetch` reports the end of each fetch itself."""
         return ()
 
     def cancel(self, seq_id: SeqId) -> bool:

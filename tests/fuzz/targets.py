@@ -132,7 +132,7 @@ class FakeSocket:
         return zmq.MessageTracker() if options.get("track") else None
 
     def set(self, *_: object) -> None:
-        """Ignores the option."""
+        """Ignores the socket option."""
 
     def connect(self, _address: str) -> None:
         """Does nothing: there is no peer."""
@@ -162,7 +162,7 @@ class FakePoller:
         """Does nothing: FakeSocket never waits for messages."""
 
     def unregister(self, *_: object) -> None:
-        """Does nothing."""
+        """Does nothing: no descriptor was registered."""
 
 
 def ignore(*_: object) -> None:

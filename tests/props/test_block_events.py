@@ -171,7 +171,7 @@ class TellingWorker(RuleBasedStateMachine):
 
     @rule(gateway=st.integers(0, 1))
     def answer(self, gateway):
-        """Answers a gateway's request completely."""
+        """Delivers the worker's whole answer to a gateway's request."""
         there = self.gateways[gateway]
         if there.asks:
             there.answer = self.answer_to(there.asks.pop())

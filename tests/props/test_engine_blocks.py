@@ -24,7 +24,8 @@ from engine.worker.blocks import (
 )
 
 NUM_BLOCKS = 6
-HASHES = [BlockHash(bytes([i])) for i in range(4)]  # few, so that blocks collide
+# only a few hashes, so that blocks often have equal ones
+HASHES = [BlockHash(bytes([i])) for i in range(4)]
 MARKS = ("ordinary", "spare", "recurring")
 # the state of a block with two kinds of holders is the later kind in this list
 KINDS = ("owned", "leased", "in_flight")

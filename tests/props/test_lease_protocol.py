@@ -360,12 +360,12 @@ class World:
     ) -> None:
         self.now_s = 0.0
         self.offers = offers
-        # called after each copied block
+        # called after each copied block of a fetch
         self.meanwhile: Callable[[Fetch], None] = lambda fetch: None
         self.loses_word: Callable[[], bool] = lambda: False
         self.busy = False  # True while sources cannot send, so their blocks are queued
         self.letters: list[Letter] = []
-        self.connections: dict[bytes, Connection] = {}  # by peer, closed connections included
+        self.connections: dict[bytes, Connection] = {}  # connections by peer, including closed ones
         self._numbers = itertools.count()
         self.sources: dict[str, Source] = {}
         for i, identity in enumerate(sources):

@@ -99,7 +99,7 @@ class RankedWorld:
         if any(num_blocks > len(source.process.free) for source in self.sources):
             return None
         if any(isinstance(order, OpenLease) for orders in self.orders for order in orders):
-            return None  # the pull will need memory
+            return None  # a lease that a rank has yet to open needs the free memory
         lease_id = self.world.new_name("lease")
         self.perform_leases(self.leases.open(OpenLease(lease_id, num_blocks)))
         first, second = (source.here for source in self.sources)

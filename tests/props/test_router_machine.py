@@ -617,7 +617,7 @@ class Requests(RuleBasedStateMachine):
 
     @initialize(names=st.sets(st.sampled_from(NAMES)), seed=st.integers(0, 2**32))
     def begin(self, names, seed):
-        self.rng = random.Random(seed)  # draws only the fake workers' choices
+        self.rng = random.Random(seed)  # source of the fake workers' random choices only
         self.world = World(validates_every=1)
         for name in sorted(names):
             self.world.join(name)
@@ -705,7 +705,7 @@ def some_prompt(rng: random.Random, world: World) -> list[int]:
 
 
 def make_trouble(rng: random.Random, world: World) -> None:
-    """Causes a random fault."""
+    """Injects one random fault."""
     trouble = rng.randrange(9)
     if trouble == 0:
         world.lose(rng.choice(NAMES))

@@ -230,7 +230,7 @@ class FullPipe:
         return {}
 
     def close(self) -> None:
-        """Does nothing."""
+        """Does nothing: the pipe has no resources."""
 
 
 def test_a_report_never_waits_for_an_order_that_is_being_sent():

@@ -46,7 +46,7 @@ SPAWN = multiprocessing.get_context("spawn")
 
 
 def ignore(*_: object) -> None:
-    """Ignores the count."""
+    """Ignores the counted event."""
 
 
 def opened(name: str, num_blocks: int = NUM_BLOCKS) -> tuple[NixlTransport, NixlOffer, SharedPool]:

@@ -51,7 +51,7 @@ SHAPES = {
     "tp1 to tp2": (tp(1), tp(2)),
     "tp2 to tp1": (tp(2), tp(1)),
     "tp2 to tp2": (tp(2), tp(2)),
-    "tp2 to tp4": (tp(2), tp(4)),  # two sink ranks need each head
+    "tp2 to tp4": (tp(2), tp(4)),  # each head is needed by two sink ranks
     "tp4 to tp1": (tp(4), tp(1)),  # two source ranks give the sink rank no bytes
     "tp4 to tp2": (tp(4), tp(2)),
     "pp2 to tp2": (pp(3), tp(2)),

@@ -43,7 +43,7 @@ WIRE = agree(Identity("model", LAYOUT), Identity("model", LAYOUT))
 SINK = b"sink"
 BUDGET = 2**20
 DAMAGED = "damaged"
-LANES = sorted({1, agreed_lanes()})  # numbers of AEGIS lanes to test
+LANES = sorted({1, agreed_lanes()})  # the numbers of AEGIS lanes to test
 
 
 # ---------------------------------------------------------------- messages

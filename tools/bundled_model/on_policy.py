@@ -60,8 +60,8 @@ class Lessons:
     """
 
     windows: torch.Tensor  # int16 is enough for ids below 32,768
-    top_ids: torch.Tensor  # int16
-    top_logprobs: torch.Tensor  # fp16
+    top_ids: torch.Tensor  # int16, [num_windows, window, TOP]
+    top_logprobs: torch.Tensor  # fp16, [num_windows, window, TOP]
 
     @property
     def window(self) -> int:
@@ -195,7 +195,7 @@ class Scorer:
         self._forward.open(KVCache(loaded.layout, buffer))
 
     def close(self) -> None:
-        """Stops the threads."""
+        """Stops the threads that compute."""
         self._forward.close()
 
     def lessons(self, windows: torch.Tensor) -> Lessons:

@@ -155,7 +155,7 @@ def save(model: LlamaForCausalLM, folder: Path) -> None:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Saves the tokenizer's files."""
+    """Writes the tokenizer's files to a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {

@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from kvtransfer.store.disk.format import EMPTY
 
-Row = npt.NDArray[np.uint8]  # [block_bytes], contiguous
+Row = npt.NDArray[np.uint8]  # shape [block_bytes], contiguous
 
 SHORT, DAMAGED = -1, -2  # error codes of ours beside errno: see disk.h
 _OWN_REASONS = {SHORT: "short", DAMAGED: "damaged"}

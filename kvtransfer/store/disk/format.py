@@ -59,7 +59,7 @@ _CHECKSUM = struct.Struct("<Q")
 _PAYLOAD_CHECKSUM_OFFSET = 72
 _SHORTEST_BYTES = 241
 
-Headers = npt.NDArray[np.void]  # [n] of HEADER
+Headers = npt.NDArray[np.void]  # shape [n], of type HEADER
 Checksums = Callable[[Headers], npt.NDArray[np.uint64]]
 
 
@@ -67,7 +67,7 @@ Checksums = Callable[[Headers], npt.NDArray[np.uint64]]
 class DiskGeometry:
     """The sizes that determine the place of each block on disk, and the identity of the blocks."""
 
-    identity: bytes  # 16 bytes
+    identity: bytes  # identity of model and layout, 16 bytes
     block_bytes: int
     slab_slots: int  # slots of each slab; the last slab may have fewer
     max_slots: int
@@ -83,9 +83,9 @@ class HeaderVerdict(IntEnum):
 
     FINE = 0
     EMPTY = 1
-    NO_HEADER = 2  # wrong magic
+    NO_HEADER = 2  # the magic number is wrong
     OTHER_VERSION = 3
-    DAMAGED = 4  # a torn write, or flipped bits
+    DAMAGED = 4  # the write was torn, or bits are flipped
     OTHER_IDENTITY = 5
     OTHER_GEOMETRY = 6  # different payload size, slot number or slab size
     NO_SEQUENCE = 7  # a sequence number that no store can have reached
@@ -97,8 +97,9 @@ class RecoveredBlocks:
     """The blocks on disk, oldest first. Arrays are [n]; row i of each array describes block i."""
 
     slots: npt.NDArray[np.int64]
-    hashes: npt.NDArray[np.void]  # V16, the hash of each block
-    parents: npt.NDArray[np.void]  # V16, zeros if there is none
+    hashes: npt.NDArray[np.void]  # type V16, the hash of each block
+    # type V16, the hash of each block's parent; zeros without a parent
+    parents: npt.NDArray[np.void]
     has_parent: npt.NDArray[np.bool_]
     sequences: npt.NDArray[np.uint64]
     checksums: npt.NDArray[np.uint64]  # checksum of each payload

@@ -187,7 +187,7 @@ class SlabFiles:
         return NewSlots(fd, slots, is_new_slab=True)
 
     def add(self, new: NewSlots) -> None:
-        """Puts allocated slots into use."""
+        """Makes newly allocated slots usable."""
         if new.is_new_slab:
             self.slab_fds.append(new.slab_fd)
         self._last_slots = new.slots
@@ -240,7 +240,7 @@ class SlabFiles:
                 return
 
     def empty_table(self) -> None:
-        """Clears all headers. Raises OSError."""
+        """Clears the headers of all slots. Raises OSError."""
         os.ftruncate(self.table_fd, 0)
         _allocate(self.table_fd, self.num_slots * HEADER_BYTES)
 

@@ -60,7 +60,7 @@ class SlotTable:
         self._is_held[slot] = False
 
     def drop_all(self) -> None:
-        """Removes all blocks."""
+        """Removes all blocks from the table."""
         self._is_held[:] = False
 
     def keep(self, slot: int, block_hash: bytes, checksum: int) -> None:

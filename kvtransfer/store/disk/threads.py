@@ -34,7 +34,7 @@ from kvtransfer.store.disk.format import (
 
 NUM_THREADS = 4
 
-_Call = Callable[[int, list[memoryview], int], int]  # preadv or pwritev
+_Call = Callable[[int, list[memoryview], int], int]  # type of os.preadv and os.pwritev
 
 
 class ThreadEngine:

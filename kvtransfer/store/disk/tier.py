@@ -67,7 +67,7 @@ _abandoned: list["DiskTier"] = []
 class DiskTuning:
     """The settings of a disk tier: its load, its timeouts, and when it is turned off."""
 
-    depth: int = 32  # most requests in flight
+    depth: int = 32  # largest number of requests in flight
     timeout_s: float = 10.0  # longest time until a request's outcome, seconds
     most_failures: int = 8  # failures in a row that turn the disk off
     pause_s: float = 1.0  # first pause of a disk that is turned off, seconds
@@ -152,7 +152,8 @@ class DiskTier:
         self._flights: dict[int, _Flight] = {}  # requests by tag, oldest first
         # requests by slot; the engine performs the first request of each slot
         self._queues: dict[int, deque[_Flight]] = {}
-        self._ready: list[DiskOperation] = []  # operations to submit to the engine
+        # operations that are ready for submission to the engine
+        self._ready: list[DiskOperation] = []
         self._done: list[DiskDone] = []
         self._is_clearing = False
 
@@ -351,7 +352,7 @@ class DiskTier:
     def _take(self, outcome: DiskOutcome, now_s: float) -> None:
         """Ends the request to which an outcome belongs."""
         flight = self._flights[outcome.tag]
-        if outcome.error in (0, DAMAGED):  # the disk itself works
+        if outcome.error in (0, DAMAGED):  # in these cases the disk itself works
             self._succeeded()
         elif not flight.is_late:
             self._failed(reason_of(outcome.error), now_s)

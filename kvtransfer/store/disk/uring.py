@@ -15,7 +15,7 @@ from engine.native.library import Native, library
 from kvtransfer.store.disk.engine import DiskOperation, DiskOutcome, EngineFiles
 from kvtransfer.store.disk.format import HEADER_BYTES, Headers
 
-_REAPED = 64  # most outcomes per call
+_REAPED = 64  # largest number of outcomes that one call returns
 
 
 class NativeFiles(Structure):
@@ -69,7 +69,7 @@ class UringEngine:
         self._outcomes = (NativeOutcome * _REAPED)()
 
     def open(self) -> None:
-        """Starts the engine. Raises UringUnavailable."""
+        """Opens io_uring and starts the engine. Raises UringUnavailable."""
         self._library = library()
         files = NativeFiles(
             stride_bytes=self._files.stride_bytes,

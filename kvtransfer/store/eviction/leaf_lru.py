@@ -36,7 +36,7 @@ class LeafLru:
                 self._queue.push(block)
 
     def remove(self, block: BlockHash) -> None:
-        """Removes a block."""
+        """Removes a block from the policy."""
         if block not in self._forest:
             return
         self._queue.discard(block)
@@ -64,7 +64,7 @@ class LeafLru:
         return chosen
 
     def hint(self, hint: SessionHint, now_s: float) -> None:
-        """Ignores the hint."""
+        """Ignores the hint, since this policy uses none."""
 
     def validate(self) -> None:
         """Asserts that the queue holds exactly the tier's blocks."""

@@ -58,7 +58,7 @@ class BlockFacts:
     """The access history of a block that is cached or was recently evicted."""
 
     used_s: float
-    which: int = PLAIN  # the block's class
+    which: int = PLAIN  # class of the block
     num_uses: int = 1
     num_turns: int = 0
     num_continuations: int = 0

@@ -169,7 +169,7 @@ class Sessions:
                 _decrease(self._num_pins, block)
 
     def all_live(self) -> Iterator[LiveSession]:
-        """Yields all live sessions."""
+        """Yields the live sessions of all keys."""
         for record in self.keys.values():
             yield from record.sessions.values()
 

@@ -74,7 +74,7 @@ class CallThreads:
         count: Callable[[CallFault], None],
     ) -> None:
         self._lanes = {name: _Lane(num_threads) for name, num_threads in lanes.items()}
-        self._max_waiting = max_waiting  # most queued calls of each lane
+        self._max_waiting = max_waiting  # largest number of queued calls of each lane
         self._max_stuck = max_stuck
         self._clock = clock
         self._count = count

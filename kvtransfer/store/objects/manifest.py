@@ -36,7 +36,7 @@ MAGIC = b"BatonKVM"
 MANIFEST_VERSION = 1
 SEGMENT_BLOCKS = 64
 IDENTITY_BYTES = 16
-MAX_MANIFEST_BYTES = 8192  # 64 blocks need 4.6 KB
+MAX_MANIFEST_BYTES = 8192  # a manifest of 64 blocks needs 4.6 KB
 
 _HEADER = struct.Struct("<8sIQ")
 

@@ -78,7 +78,7 @@ class SegmentIndex:
 
     @property
     def names(self) -> list[str]:
-        """Names of all segments."""
+        """The names of all known segments."""
         return list(self._segments)
 
     @property

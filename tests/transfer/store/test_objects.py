@@ -312,12 +312,12 @@ def test_no_wrong_block_is_returned_under_random_damage(url, make):
 
 def _damage(rng, data):
     kind = rng.randrange(4)
-    if kind == 0:  # the object is torn
+    if kind == 0:  # returns only the beginning of the object
         return data[: rng.randrange(len(data))]
-    if kind == 1:  # one bit is flipped
+    if kind == 1:  # flips one bit
         place = rng.randrange(len(data))
         return data[:place] + bytes([data[place] ^ 1 << rng.randrange(8)]) + data[place + 1 :]
-    if kind == 2:  # the bytes are unrelated
+    if kind == 2:  # returns unrelated bytes
         return rng.randbytes(len(data))
     return data + bytes(rng.randrange(1, 100))
 

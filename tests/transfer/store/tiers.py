@@ -16,7 +16,7 @@ from engine.clock import MonotonicClock
 from kvtransfer.store.disk.tier import DiskRead, DiskTier, DiskTuning, DiskWrite
 
 IDENTITY = b"model and layout"
-DEADLINE_S = 20.0  # longest wait of a test
+DEADLINE_S = 20.0  # longest wait of a test, seconds
 ENGINES = ("uring", "threads")
 CLOCK = MonotonicClock()
 
