@@ -1,8 +1,8 @@
-// Keeps each worker's load, and places requests: one call decides and reserves. The rule is the one
-// explained in router/policies/slo.py.
+// Keeps each worker's load, and places requests: one call decides, and reserves the resources.
+// router/policies/slo.py explains the rule.
 //
-// Arrays are indexed by slot, in chunks of 64, each with a lower bound of its minimum. A chunk
-// whose bound excludes the best worker is skipped.
+// Arrays are indexed by slot, in chunks of 64 slots. Each chunk has a lower bound of its minimum. A
+// chunk is skipped if this bound is above the cost of the best worker so far.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +23,8 @@ constexpr int kMaxKinds = 256;
 constexpr int32_t kNone = -1;
 constexpr int kMedia = 3;  // memory, disk and objects: router/native/index.py
 
-// Costs of a class of workers, in seconds: n tokens, p of them cached; k blocks; b sequences.
+// Costs of a class of workers, in seconds. n: tokens, p: cached tokens, k: blocks, b: sequences,
+// kv: context tokens.
 struct Costs {
   double prefill, prefill_per_token, prefill_per_square;  // A + B(n-p) + C(n²-p²)
   double decode, decode_per_seq, decode_per_token;        // D + E·b + F·kv
@@ -34,8 +35,8 @@ struct Costs {
   }
 };
 
-// Properties that workers share beside costs. Workers of one group hold the same blocks for the
-// same prompt; a worker that pulls may pull them from others of its group. A fluid worker has one
+// Properties of workers besides costs. The workers of one group have the same blocks for the same
+// prompt, so a worker that pulls may pull blocks from others of its group. A fluid worker has one
 // role, but also takes whole requests: prompts may make its steps `stretch` times as long.
 struct Kind {
   int32_t costs, group;
@@ -47,7 +48,7 @@ struct Kind {
 };
 
 struct Rule {
-  double lend_ratio, lend_share, prompt_weight;  // router/policies/slo.py
+  double lend_ratio, lend_share, prompt_weight;  // see router/policies/slo.py
 };
 
 struct Request {
@@ -56,10 +57,10 @@ struct Request {
   int64_t max_tokens;    // maximum length of the sequence
   double now_s;
   double tpot_bound_s, wait_bound_s;  // infinite: no bound
-  double offer_s;                     // maximum wait for the offer of a worker that computes
-  double queued;                      // other waiting requests, per worker that prefills
-  double queued_s;                    // predicted seconds of these, per worker that prefills
-  double busy;                        // share of time lately spent on prompts
+  double offer_s;                     // maximum wait for an offer from a worker that computes
+  double queued;                      // other queued requests, per worker that prefills
+  double queued_s;                    // their predicted seconds, per worker that prefills
+  double busy;                        // share of recent time spent on prompts
   int64_t may_pull;
 };
 
@@ -67,22 +68,22 @@ enum Status : int32_t { kPlaced, kNoPrefill, kNoRoom, kTooSlow };
 
 struct Decision {
   int32_t status, prefill, decode, source;
-  // Blocks cached at the worker, and blocks to pull from the source.
+  // Blocks cached at the prefill worker, and blocks to pull from the source.
   int32_t matched_blocks, pulled_blocks;
   int32_t medium;                 // medium of the source; 0: memory
-  double wait_s, ttft_s, tpot_s;  // wait_s: until the prefill worker, or the first, is ready
-  double load_s;                  // until the source has read the blocks missing in its memory
-  double slowdown;                // factor by which decoding there slows the prompt down
+  double wait_s, ttft_s, tpot_s;  // wait_s: until the prefill worker is ready, or the first
+  double load_s;                  // until the source has read the blocks it lacks in memory
+  double slowdown;                // factor on the prompt's time, because its worker also decodes
 };
 
-// The work of a worker.
+// The load of a worker.
 struct Load {
   double ready_at_s = 0;  // time at which all its prompts are computed
-  double behind_s = 0;    // lower bound from now: prompts after the first
-  int64_t running = 0;    // sequences that decode or will decode
-  int64_t tokens = 0;     // context tokens, half-way through the growth
-  int64_t blocks = 0;     // KV blocks at the predicted ends
-  int64_t decoding = 0;   // number of `running` that decode already
+  double behind_s = 0;    // minimum seconds from now, for the prompts after the first
+  int64_t running = 0;    // number of sequences that decode or will decode
+  int64_t tokens = 0;     // context tokens in the middle of their growth
+  int64_t blocks = 0;     // KV blocks at the predicted lengths
+  int64_t decoding = 0;   // number of the `running` sequences that decode now
   int64_t decoding_tokens = 0;
 };
 
@@ -92,19 +93,19 @@ struct News {
 };
 
 struct Worker {
-  int32_t kind = kNone;  // none: the slot is free
+  int32_t kind = kNone;  // kNone: the slot is free
   Load load;
 };
 
-// A store keeps blocks for workers and computes nothing, so it is not a worker here. The index has
-// a slot for each of its media; the slot of the first medium identifies the store.
+// A store keeps blocks for workers and computes nothing, so it is not a `Worker`. The index has a
+// slot for each medium of a store. The slot of the first medium identifies the store.
 struct Store {
   int32_t group;
   int32_t slots[kMedia];
   double load[kMedia], load_per_block[kMedia];  // seconds to read k blocks: t0 + k·t_block
 };
 
-// Python packs and unpacks these: router/native/fleet.py.
+// router/native/fleet.py packs and unpacks these structures.
 static_assert(sizeof(Request) == 88 && sizeof(Decision) == 72 && sizeof(News) == 64);
 static_assert(sizeof(Store) == 64);
 
@@ -137,21 +138,21 @@ struct Choice {
   }
 };
 
-// The maximum number of blocks of the present prompt that can be pulled from one medium. Also the
-// minimum time in which a holder of that many blocks offers and reads them.
+// The maximum number of leading blocks of the present prompt that can be pulled from one medium,
+// and the minimum seconds until a holder of all these blocks has offered and read them.
 struct Best {
   uint32_t depth = 0;
   double answers_s = 0, load_s = 0;
 };
 
-// Workers and stores that hold the same blocks for the same prompt.
+// Workers and stores that have the same blocks for the same prompt.
 struct Group {
-  std::vector<uint64_t> members;  // workers
+  std::vector<uint64_t> members;  // slots of workers as bits
   Best best[kMedia];
 };
 
-// A store, with the blocks of the present prompt on each medium. A medium counts as empty if a
-// faster medium has as many.
+// A store, with the blocks of the present prompt on each medium. If a faster medium has as many
+// blocks, the number is 0.
 struct Shelves {
   Store store{};
   bool is_live = false;
@@ -179,7 +180,7 @@ class Fleet {
     }
   }
 
-  // The number of the kind; none if there are too many kinds.
+  // Returns the number of the kind; kNone if there are too many kinds.
   int32_t add_kind(const Kind& kind) {
     if (kinds_.size() == kMaxKinds) return kNone;
     kinds_.push_back(kind);
@@ -242,7 +243,7 @@ class Fleet {
     need_blocks_ = blocks_for(request.final_tokens);
     Choice decode = choose_decode();
     const bool can_join = decode.cost < kInf && is_kept(decode.cost);
-    // At least one token is computed: the first token of the answer is sampled from it.
+    // A worker computes at least one token, because it samples the answer's first token from it.
     match_.find(table_, hashes, std::min(count, (request.num_tokens - 1) / block_size_));
     find_best();
     Choice prefill = choose_prefill();
@@ -315,35 +316,35 @@ class Fleet {
   std::vector<Costs> costs_;
   std::vector<Kind> kinds_;
   std::vector<Worker> workers_;
-  // By slot, in whole chunks.
-  // Time at which a prefill worker is ready; infinite: not a prefill worker.
+  // These arrays are indexed by slot, and their sizes are whole chunks.
+  // Time at which a prefill worker is ready; infinite for other workers.
   std::vector<double> ready_at_;
   std::vector<double> behind_;
-  std::vector<double> tpot_;            // with the present batch; infinite: takes no sequence
-  std::vector<int64_t> room_;           // blocks
-  std::vector<double> local_ready_at_;  // of fluid decode workers; infinite: another worker
+  std::vector<double> tpot_;            // seconds of a step now; infinite: takes no sequence
+  std::vector<int64_t> room_;           // number of free blocks
+  std::vector<double> local_ready_at_;  // time of fluid decode workers; infinite: other workers
   std::vector<uint8_t> kind_of_;
-  // By chunk.
+  // These arrays are indexed by chunk.
   std::vector<double> least_ready_at_, least_tpot_, least_local_ready_at_;
-  std::vector<int32_t> kind_in_;  // kind of all workers in the chunk; none: they differ
+  std::vector<int32_t> kind_in_;  // kind of all workers in the chunk; kNone: they differ
   std::vector<uint64_t> mixed_, locals_, rest_;
   std::vector<uint64_t> lenders_;  // prefill workers that decode
   std::vector<Group> groups_;
   std::vector<Shelves> shelves_;
-  std::vector<int32_t> shelves_at_;    // by slot: index of its store
-  std::vector<uint64_t> store_slots_;  // the slots of stores as bits
+  std::vector<int32_t> shelves_at_;    // by slot: index in `shelves_`
+  std::vector<uint64_t> store_slots_;  // slots of stores as bits
   size_t num_stores_ = 0;
   // State of the present decision.
-  std::vector<int32_t> found_;  // stores that hold blocks of the prompt
-  int num_media_ = 1;           // without stores there is only memory
+  std::vector<int32_t> found_;  // stores that have blocks of the prompt
+  int num_media_ = 1;           // without stores, memory is the only medium
   const Request* request_ = nullptr;
   int64_t need_blocks_ = 0;
   double wait_bound_s_ = 0;
   Match match_;
   double added_[kMaxKinds] = {};  // by kind: seconds that the request adds to the TPOT
-  bool spares_ = true;            // leaves out mixed workers that would be delayed too long
-  bool lends_ = false;            // no decode worker could take the request
-  int64_t num_spared_ = 0;        // workers left out for that reason
+  bool spares_ = true;            // leave out mixed workers that would be delayed too long
+  bool lends_ = false;            // no decode worker can take the request
+  int64_t num_spared_ = 0;        // number of workers left out by `spares_`
 
   size_t num_chunks() const { return least_ready_at_.size(); }
 
@@ -391,7 +392,7 @@ class Fleet {
     kind_in_[chunk] = found;
   }
 
-  // Combines the figures of a chunk's workers.
+  // Gets the added seconds of each worker in a chunk from its kind.
   void load_added(size_t chunk, double* added) const {
     const int32_t kind = kind_in_[chunk];
     if (kind != kNone) return void(std::fill_n(added, kChunk, added_[kind]));
@@ -420,7 +421,7 @@ class Fleet {
     return pace_s(slot);
   }
 
-  // The slowdown; without a TPOT bound, plus the number of sequences that wait for the prompt.
+  // The slowdown. Without a TPOT bound, the number of sequences that wait for the prompt is added.
   double weight(Slot slot) const {
     const bool delays = kind_at(slot).is_fluid && request_->tpot_bound_s == kInf;
     return slowdown(slot) + (delays ? static_cast<double>(workers_[slot].load.decoding) : 0);
@@ -492,7 +493,7 @@ class Fleet {
 
   int64_t blocks_for(int64_t tokens) const { return (tokens + block_size_ - 1) / block_size_; }
 
-  // Reserves until Python reports the worker's new load.
+  // Reserves the resources of a decision, until Python reports the workers' new loads.
   void reserve(const Decision& decision, double work_s) {
     Load& prefill = workers_[decision.prefill].load;
     const bool is_idle = prefill.ready_at_s <= request_->now_s && prefill.behind_s == 0;
@@ -530,7 +531,7 @@ class Fleet {
     return choice;
   }
 
-  // Context tokens that the request adds, half-way through its growth.
+  // Context tokens that the request adds, in the middle of its growth.
   int64_t context_tokens() const { return (request_->num_tokens + request_->final_tokens) / 2; }
 
   // Seconds by which the request lengthens a step.
@@ -540,20 +541,20 @@ class Fleet {
 
   double tpot_s(Slot slot) const { return tpot_[slot] + added_s(costs_[kind_at(slot).costs]); }
 
-  // Seconds per token if a prefill worker decoded the request.
+  // Seconds per token if this prefill worker decoded the request.
   double lent_tpot_s(Slot slot) const {
     return pace_s(slot) + added_s(costs_[kind_at(slot).costs]);
   }
 
-  // The seconds per token after joining, plus the slowdown of the sequences there. With a TPOT
-  // bound their slowdown is not counted.
+  // The seconds per token after joining, plus the slowdown of the other sequences. With a TPOT
+  // bound, this slowdown is not added.
   double token_price_s(Slot slot, double tpot) const {
     if (request_->tpot_bound_s < kInf) return tpot;
     const auto running = static_cast<double>(workers_[slot].load.running);
     return tpot + running * added_s(costs_[kind_at(slot).costs]);
   }
 
-  // True if the whole answer comes sooner from the worker that computes the prompt.
+  // True if decoding at the worker that computes the prompt gains more than the prompts there lose.
   bool gains_if_lent(Slot slot, const Choice& decode) const {
     if (!may_be_lent(slot)) return false;
     const double tpot = lent_tpot_s(slot);
@@ -565,8 +566,8 @@ class Fleet {
     return (there - here) * tokens_to_come() > loss;
   }
 
-  // The factor on a step's price there, given the expected prompts. Without a TPOT bound, prompts
-  // take `slowdown` times as long, and the prompts behind them wait.
+  // The factor on a step's price at a prefill worker, given the expected prompts. Without a TPOT
+  // bound, prompts take `slowdown` times as long, and the prompts behind them wait.
   double lend_ratio(double slowdown) const {
     const double busy = request_->busy, idle = 1 - busy;
     if (idle <= 0) return kInf;
@@ -574,7 +575,7 @@ class Fleet {
     return rule_.lend_ratio / idle * (1 + rule_.prompt_weight * slowed);
   }
 
-  // True if a prefill worker has room to decode the request, and keeps the TPOT bound.
+  // True if the worker is a prefill worker with room to decode the request within the TPOT bound.
   bool may_be_lent(Slot slot) const {
     const Kind& kind = kind_at(slot);
     const Load& load = workers_[slot].load;
@@ -585,7 +586,7 @@ class Fleet {
     return tpot > 0 && is_kept(tpot);
   }
 
-  // Prompt seconds that a worker loses by decoding the request; infinite if it may not decode.
+  // Seconds that prompts lose if the worker decodes the request; infinite if it may not decode.
   double delay_s(Slot slot) const {
     if (!may_be_lent(slot)) return kInf;
     const Costs& costs = costs_[kind_at(slot).costs];
@@ -593,12 +594,13 @@ class Fleet {
     return (begun + added_s(costs)) * (request_->busy * tokens_to_come());
   }
 
-  // Breaks ties among lenders: prefers the fullest while prompts come, or else the quickest.
+  // Breaks ties among prefill workers that may decode: the fullest wins while prompts come,
+  // otherwise the quickest.
   double preference(Slot slot) const {
     return request_->busy > 0 ? lent_tpot_s(slot) : -lent_tpot_s(slot);
   }
 
-  // Chooses the prefill worker that loses least by decoding the request.
+  // Chooses the prefill worker whose prompts lose least if it decodes the request.
   Choice choose_lender() {
     Choice choice;
     for (Slot slot = 0; slot < workers_.size(); ++slot) {
@@ -618,7 +620,7 @@ class Fleet {
   }
 
   // True if the prompt should wait for another worker, because decoding on this one slows it down.
-  // The time that it would take here is a gain for the prompts behind it in the queue.
+  // The time that it would take here counts as a gain for the prompts behind it in the queue.
   bool should_wait(Decision& decision, const Choice& prefill) {
     const Kind& kind = kind_at(prefill.slot);
     if (kind.decodes || slowdown(prefill.slot) <= 1) return false;
@@ -634,13 +636,13 @@ class Fleet {
     return true;
   }
 
-  // Records why the request is refused: no decode worker has room, or none keeps the TPOT bound.
+  // Sets the reason of a refusal: no decode worker has room, or none keeps the TPOT bound.
   void refuse(Decision& decision, const Choice& decode) const {
     decision.status = decode.cost == kInf ? kNoRoom : kTooSlow;
     if (decode.cost < kInf) decision.wait_s = has_open_local() ? 0 : soonest_s();
   }
 
-  // True if the TPOT bound is kept, or if no token can follow the first one.
+  // True if the TPOT bound is kept, or if the answer has no token after the first one.
   bool is_kept(double tpot) const {
     return tpot <= request_->tpot_bound_s || request_->max_tokens <= request_->num_tokens + 1;
   }
@@ -662,13 +664,13 @@ class Fleet {
     return blocks_for(tokens) <= kind.num_blocks;
   }
 
-  // True if the sequences that decode there would wait too long for `work_s` of prompts.
+  // True if the sequences that decode there would wait too long for prompts of `work_s` seconds.
   bool is_in_the_way(Slot slot, double work_s) const {
     return workers_[slot].load.running > 0 && tpot_[slot] + work_s > request_->tpot_bound_s;
   }
 
-  // Seconds to the first token once the worker is ready, with `depth` blocks cached. `medium` is
-  // set to the medium from which further blocks are pulled, or to none.
+  // Seconds from the worker's readiness to the first token, with `depth` blocks cached. `medium` is
+  // set to the medium from which further blocks are pulled; kNone: no pull.
   double work_s(const Kind& kind, uint32_t depth, int32_t* medium) const {
     const Costs& costs = costs_[kind.costs];
     const auto n = static_cast<double>(request_->num_tokens);
@@ -693,7 +695,7 @@ class Fleet {
     return work_s(kind, depth, &medium);
   }
 
-  // Offers workers by their cached blocks of the prompt: singly, or all of equal depth at once.
+  // Offers workers by the number of their cached blocks: one by one, or all of equal depth at once.
   template <class One, class All>
   void offer_by_depth(One one, All all) {
     const std::vector<uint64_t>* rest = nullptr;
@@ -703,7 +705,7 @@ class Fleet {
     all(rest, 0);
   }
 
-  // With `spares`, leaves out mixed workers whose sequences the prompt would delay.
+  // With `spares`, leaves out mixed workers whose sequences the prompt would delay too long.
   Choice choose_prefill(bool spares = true) {
     spares_ = spares;
     num_spared_ = 0;
@@ -713,7 +715,7 @@ class Fleet {
     return choice;
   }
 
-  // Chooses a fluid decode worker that prefills locally, sooner than `limit`.
+  // Chooses a fluid decode worker that prefills the prompt itself, at a cost below `limit`.
   Choice choose_local(double limit) {
     Choice choice;
     choice.cost = limit;
@@ -723,7 +725,8 @@ class Fleet {
     return choice;
   }
 
-  // Like `offer_all`. Decoding there only makes a worker worse than its chunk's bound.
+  // Like `offer_all`, for fluid decode workers. The bound of a chunk ignores their decoding, which
+  // only makes a worker worse.
   void offer_locals(const std::vector<uint64_t>* bits, uint32_t depth, Choice& choice) {
     double least_added = kInf;
     for (const Kind& kind : kinds_) {
@@ -751,17 +754,17 @@ class Fleet {
     const double wait = wait_s(held.slot);
     if (!could_prefill(kind) || wait > wait_bound_s_ || !can_decode(held.slot)) return;
     const double cost = wait + work_s(kind, held.depth) * weight(held.slot);
-    if (choice.ties == 0 && cost >= choice.cost) return;  // no better than the limit
+    if (choice.ties == 0 && cost >= choice.cost) return;  // no better than `limit`
     choice.offer(cost, held.slot, held.depth, random_);
   }
 
-  // True if local prefill beats waiting, for this request and those behind it in the queue.
+  // True if local prefill is quicker than waiting, for this request and those behind it together.
   bool is_quicker(const Choice& local, double without) const {
     const double work = work_s(kind_at(local.slot), local.depth);
     return local.cost - request_->queued * work < without;
   }
 
-  // The price of waiting for a prefill worker while all are busy; infinite if one has time.
+  // The cost of waiting for a prefill worker while all are busy; infinite if one has time now.
   double without(int64_t num_spared) {
     if (num_spared > 0 || has_open_prefill()) return kInf;
     wait_bound_s_ = kInf;
@@ -780,7 +783,7 @@ class Fleet {
     return false;
   }
 
-  // True for the slot of a worker here; the index may have other slots.
+  // True if the slot belongs to a worker of this fleet. The index may have other slots.
   bool is_known(Slot slot) const { return slot < workers_.size() && workers_[slot].kind != kNone; }
 
   void find_best() {
@@ -806,8 +809,8 @@ class Fleet {
     if (!request_->may_pull) num_media_ = 0;
   }
 
-  // Finds the blocks that stores hold, and updates the best holders of each group. A store answers
-  // at once.
+  // Finds the blocks that stores have, and updates the best holders of each group. A store answers
+  // an offer at once.
   void find_stores() {
     for (const int32_t number : found_) std::fill_n(shelves_[number].depth, kMedia, 0u);
     found_.clear();
@@ -848,7 +851,7 @@ class Fleet {
     }
   }
 
-  // A store reads its lower media in parallel, each for the blocks missing on faster media.
+  // A store reads its lower media in parallel, and from each the blocks that faster media lack.
   static void price_loads(Shelves& shelves) {
     uint32_t above = shelves.depth[0];
     double load_s = shelves.load_s[0] = 0;
@@ -875,7 +878,7 @@ class Fleet {
     return soonest;
   }
 
-  // Visits the group's workers that hold most in memory, until `visit` returns false.
+  // Visits those workers of the group that have most blocks in memory, until `visit` returns false.
   template <class Visit>
   void each_holder(const Group& group, Visit visit) const {
     const uint32_t depth = group.best[0].depth;
@@ -918,7 +921,7 @@ class Fleet {
     choice.offer(wait + work * weight(slot) + delay, slot, held.depth, random_);
   }
 
-  // True if a mixed worker could not decode the request, or would be delayed too long.
+  // True if a mixed worker cannot decode the request, or would be delayed too long.
   bool is_unable(Slot slot, double work) {
     if (!can_decode(slot)) return true;
     if (!spares_ || !is_in_the_way(slot, work)) return false;
@@ -926,7 +929,7 @@ class Fleet {
     return true;
   }
 
-  // Offers the workers with these bits, or all workers; each holds `depth` blocks.
+  // Offers the workers with these bits, or all workers. Each of them has `depth` blocks cached.
   void offer_all(const std::vector<uint64_t>* bits, uint32_t depth, Choice& choice) {
     double least_added = kInf;
     for (size_t kind = 0; kind < kinds_.size(); ++kind) {
@@ -966,7 +969,7 @@ class Fleet {
     });
   }
 
-  // Mixed workers that must not be chosen, as bits.
+  // Returns the mixed workers of a chunk that must not be chosen, as bits.
   uint64_t unable(size_t chunk) {
     uint64_t found = 0;
     for (uint64_t rest = mixed_[chunk]; rest; rest &= rest - 1) {
@@ -977,7 +980,7 @@ class Fleet {
     return found;
   }
 
-  // True if a decode worker that may prefill has room.
+  // True if a fluid decode worker has room.
   bool has_open_local() const {
     for (size_t i = 0; i < locals_.size(); ++i) {
       for (uint64_t rest = locals_[i]; rest; rest &= rest - 1) {
@@ -987,7 +990,7 @@ class Fleet {
     return false;
   }
 
-  // Seconds until a worker's backlog is within the bound; infinite if there is no worker.
+  // Seconds until any worker's backlog is within the bound; infinite if there is no such worker.
   double soonest_s() const {
     double soonest = kInf;
     for (Slot slot = 0; slot < workers_.size(); ++slot) {
@@ -1001,9 +1004,9 @@ class Fleet {
 
   // ------------------------------------------------------------------ both
 
-  // Visits chunks by their lower bounds, lowest first, until no other chunk can hold a cheaper
-  // worker. Among equal bounds it starts at a random chunk, so that ties are spread. A bound below
-  // the floor counts as the floor.
+  // Visits chunks by their lower bounds, lowest first, until no other chunk can contain a cheaper
+  // worker. Among equal bounds, the search starts at a random chunk, so that ties are spread. A
+  // bound below `floor` counts as `floor`.
   template <class CostOf, class Visit>
   void each_chunk(const std::vector<double>& bounds, double floor, const Choice& choice,
                   CostOf cost_of, Visit visit) {
@@ -1050,7 +1053,7 @@ class Fleet {
     return false;
   }
 
-  // Returns the seconds of the prefill.
+  // Fills in the decision. Returns the seconds of the prefill.
   double fill(Decision& decision, const Choice& prefill, const Choice& decode) {
     const Kind& kind = kind_at(prefill.slot);
     int32_t medium;
@@ -1071,7 +1074,8 @@ class Fleet {
     return work * decision.slowdown;
   }
 
-  // Chooses at random among the workers and stores that hold most and can answer first.
+  // Chooses a source at random among the workers and stores that have most blocks and can answer
+  // first.
   int32_t source(int32_t number, int32_t medium) {
     const Group& group = groups_[number];
     const Best& best = group.best[medium];

@@ -1,4 +1,4 @@
-// Finds how many leading blocks of a prompt each worker holds, for all workers in one walk.
+// Finds the number of leading blocks of a prompt that each worker has, for all workers in one walk.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ struct Held {
   uint32_t depth;  // number of leading blocks
 };
 
-// Workers that hold the same number of blocks, as bits.
+// Workers with the same number of leading blocks, as bits.
 struct Layer {
   uint32_t depth;
   std::vector<uint64_t> bits;
@@ -21,8 +21,8 @@ struct Layer {
 
 class Match {
  public:
-  std::vector<Held> few;    // one by one
-  std::vector<Layer> many;  // shallowest first; only the first `num_many` are valid
+  std::vector<Held> few;    // worker by worker
+  std::vector<Layer> many;  // in the order of depth; only the first `num_many` are valid
   size_t num_many = 0;
 
   void find(Table& table, const uint8_t* hashes, int64_t count) {
@@ -40,7 +40,7 @@ class Match {
   }
 
  private:
-  uint32_t depth_ = 0;  // blocks that the remaining workers hold
+  uint32_t depth_ = 0;  // number of blocks that the remaining workers have so far
   Owners last_ = kNobody;
   bool is_list_ = true;
   std::vector<Slot> list_;
@@ -49,7 +49,7 @@ class Match {
   bool step(const Crowds& crowds, Owners owners) {
     if (depth_ == 0) {
       begin(crowds, owners);
-    } else if (owners != last_) {  // the same owners: no worker drops out
+    } else if (owners != last_) {  // with equal owners, no worker drops out
       const bool some = is_list_ ? keep_of_list(crowds, owners) : keep_of_bits(crowds, owners);
       if (!some) return false;
     }
@@ -68,8 +68,9 @@ class Match {
     }
   }
 
-  // Returns true if any worker is left. Workers that drop out hold `depth_` blocks. If all would
-  // drop out, they stay, and are counted at the end.
+  // Returns true if any worker has this block too. Workers without it are recorded with `depth_`
+  // blocks, and removed. If no worker has it, all of them are kept, and recorded at the end of the
+  // walk.
   bool keep_of_list(const Crowds& crowds, Owners owners) {
     size_t kept = 0;
     for (size_t i = 0; i < list_.size(); ++i) {
@@ -116,7 +117,7 @@ class Match {
     return true;
   }
 
-  // A few workers among many are cheaper to handle one by one.
+  // Records the depth of these workers. If they are few, each is recorded alone, which is cheaper.
   void put_aside(const std::vector<uint64_t>& bits) {
     uint32_t count = 0;
     for (uint64_t word : bits) count += std::popcount(word);

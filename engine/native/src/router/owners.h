@@ -1,8 +1,9 @@
 // The owners of a block: a set of slots, one for each worker, in eight bytes.
 //
-// Up to four slots are stored ascending, in 16 bits each from the lowest on. The rest is 0xFFFF, so
-// equal sets are equal numbers. A larger set is a Crowd, whose number stands above 16 bits of ones.
-// Most blocks have few owners, but every worker has the blocks of the system prompt.
+// Up to four slots are stored in ascending order, in 16 bits each from the lowest bits on. Unused
+// bits are 0xFFFF, so equal sets are equal numbers. A larger set is a Crowd, whose number is stored
+// above 16 bits of ones. Most blocks have few owners, but every worker has the blocks of the system
+// prompt.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +16,7 @@ namespace baton {
 using Slot = uint32_t;
 using Owners = uint64_t;
 
-constexpr uint32_t kMaxSlots = 0xFFFF;  // 0xFFFF itself is no slot
+constexpr uint32_t kMaxSlots = 0xFFFF;  // 0xFFFF is not a slot
 constexpr Owners kNobody = ~0ull;
 constexpr int kInline = 4;
 
@@ -39,7 +40,7 @@ inline bool bit_at(const uint64_t* bits, size_t num_words, Slot slot) {
   return slot / 64 < num_words && (bits[slot / 64] >> (slot % 64) & 1);
 }
 
-// A sorted list if that is smaller, else a bit for each slot.
+// A set with many owners: a sorted list if that is smaller, otherwise a bit for each slot.
 struct Crowd {
   std::vector<uint16_t> list;
   std::vector<uint64_t> bits;
@@ -104,10 +105,10 @@ struct Crowd {
   }
 };
 
-// All crowds. Sets are changed only through this class: a crowd belongs to one table entry.
+// All crowds. Sets are changed only through this class, because a crowd belongs to one table entry.
 class Crowds {
  public:
-  uint32_t num_slots = 0;  // slots ever used: the length of a row of bits
+  uint32_t num_slots = 0;  // number of slots used so far, which is the length of a row of bits
 
   const Crowd& of(Owners owners) const { return crowds_[owners >> 16]; }
 
@@ -126,7 +127,7 @@ class Crowds {
     for (int i = 0; i < count; ++i) visit(inline_slot(owners, i));
   }
 
-  // Returns the set with `slot` added; the slot was not in it.
+  // Returns the set with `slot` added. The set must not contain the slot.
   Owners with(Owners owners, Slot slot) {
     if (is_crowd(owners)) {
       crowds_[owners >> 16].insert(slot, num_slots);
@@ -143,7 +144,7 @@ class Crowds {
     return made;
   }
 
-  // Returns the set with `slot` removed; the slot was in it.
+  // Returns the set with `slot` removed. The set must contain the slot.
   Owners without(Owners owners, Slot slot) {
     if (is_crowd(owners)) {
       crowds_[owners >> 16].erase(slot, num_slots);
@@ -198,7 +199,7 @@ class Crowds {
     return number << 16 | 0xFFFF;
   }
 
-  // A crowd that has become small is stored as slots again.
+  // Stores a crowd that has become small as slots again.
   Owners settled(Owners owners) {
     Crowd& crowd = crowds_[owners >> 16];
     if (crowd.count > kInline) return owners;

@@ -1,5 +1,5 @@
 // The functions that Python calls through ctypes: see library.py. Callers hold Python's global
-// lock, so no two threads call at once.
+// lock, so two threads never call at the same time.
 #include "fleet.h"
 #include "match.h"
 #include "table.h"
@@ -13,7 +13,8 @@ struct Index {
   Match match;
 };
 
-// Input and result of a decision, without hashes. Filling a field is cheaper than an argument.
+// Input and result of a decision, without hashes. For Python, filling a field is cheaper than
+// passing an argument.
 struct Call {
   Fleet* fleet;
   int64_t num_hashes;
@@ -28,7 +29,7 @@ extern "C" {
 void* baton_index_open(uint64_t seed) { return new Index{Table(seed), {}}; }
 void baton_index_close(void* index) { delete static_cast<Index*>(index); }
 
-// The new slot, or -1 if there are too many.
+// Returns the new slot; -1 if there is no free slot.
 int32_t baton_index_add(void* index) {
   const uint32_t slot = static_cast<Index*>(index)->table.open_slot();
   return slot < kMaxSlots ? static_cast<int32_t>(slot) : -1;
@@ -60,7 +61,8 @@ int64_t baton_index_num_bytes(void* index) { return static_cast<Index*>(index)->
 
 int32_t baton_index_is_sound(void* index) { return static_cast<Index*>(index)->table.is_sound(); }
 
-// `found` gets slot and number of blocks of each worker that holds any. It needs room for all.
+// Sets `found` to the slot and the number of blocks of each worker that has any. There must be room
+// for all workers.
 int64_t baton_index_longest(void* index, const uint8_t* hashes, int64_t count, int32_t* found) {
   auto& [table, match] = *static_cast<Index*>(index);
   match.find(table, hashes, count);

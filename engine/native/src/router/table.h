@@ -1,10 +1,13 @@
-// Blocks by hash, each with its owners: open addressing in 4,096 shards of their own size.
+// Blocks by hash, each with its owners: open addressing in 4,096 shards, each with a capacity of
+// its own.
 //
-// An entry is 16 bytes, and at most three quarters of a shard are in use. Growth moves one shard.
-// So memory is 21 to 43 bytes a block, and a caller never waits for more than one shard.
+// An entry is 16 bytes, and at most three quarters of a shard's entries are in use. A shard grows
+// alone. So memory is 21 to 43 bytes per block, and a caller never waits for the growth of more
+// than one shard.
 //
-// Clearing a worker only records the epoch. A shard that was not swept since is stale: one of its
-// owners counts only if that owner was not cleared after the shard was swept.
+// Clearing a worker only records the epoch. A shard that was not swept since then is stale: its
+// entries may name the worker as an owner. Such an owner counts only if it was not cleared after
+// the shard was swept.
 #pragma once
 
 #include <cassert>
@@ -18,13 +21,13 @@
 
 namespace baton {
 
-constexpr int kHashBytes = 16;  // the first eight are the key
+constexpr int kHashBytes = 16;  // the first eight bytes are the key
 constexpr int kShardBits = 12;
 constexpr uint32_t kLeastCapacity = 8;
-constexpr int kAhead = 12;  // blocks whose lines are prefetched
+constexpr int kAhead = 12;  // number of blocks whose cache lines are prefetched
 
 struct Entry {
-  uint64_t key;  // 0: none
+  uint64_t key;  // 0: no entry
   Owners owners;
 };
 
@@ -32,7 +35,7 @@ struct Shard {
   Entry* entries = nullptr;
   uint32_t capacity = 0;  // a power of two
   uint32_t count = 0;
-  uint32_t swept = 0;  // the epoch
+  uint32_t swept = 0;  // epoch of the last sweep
 };
 
 class Table {
@@ -46,7 +49,7 @@ class Table {
     for (Shard& shard : shards_) std::free(shard.entries);
   }
 
-  // The lowest free slot; kMaxSlots if there is none.
+  // Returns a free slot; kMaxSlots if there is none.
   Slot open_slot() {
     Slot slot = static_cast<Slot>(cleared_.size());
     if (!free_slots_.empty()) {
@@ -108,7 +111,7 @@ class Table {
   int64_t num_slots() const { return static_cast<int64_t>(cleared_.size()); }
   int64_t num_held(Slot slot) const { return num_held_[slot]; }
 
-  // The number of entries. Entries without owners count until their shard is swept.
+  // Returns the number of entries. Entries without owners count until their shard is swept.
   int64_t num_blocks() const {
     int64_t total = 0;
     for (const Shard& shard : shards_) total += shard.count;
@@ -122,8 +125,7 @@ class Table {
     return total + static_cast<int64_t>(cleared_.capacity() * 12 + free_slots_.capacity() * 4);
   }
 
-  // Returns true if every entry can be found, and all counts are right.
-  // Sweeps everything.
+  // Sweeps all shards. Returns true if every entry can be found, and all counts are right.
   bool is_sound() {
     std::vector<int64_t> held(cleared_.size());
     int64_t num_crowds = 0;
@@ -148,7 +150,7 @@ class Table {
   uint64_t seed_;
   std::vector<Shard> shards_;
   uint32_t epoch_ = 0;
-  std::vector<uint32_t> cleared_;  // by slot: the epoch in which it was last cleared
+  std::vector<uint32_t> cleared_;  // by slot: epoch in which the worker was last cleared
   std::vector<int64_t> num_held_;
   std::vector<Slot> free_slots_;
 
@@ -214,7 +216,7 @@ class Table {
     return *entry;
   }
 
-  // Moves later entries up, so that a search meets no gap.
+  // Moves later entries up, so that no search stops at a gap.
   static void erase(Shard& shard, Entry* entry) {
     const uint32_t mask = shard.capacity - 1;
     uint32_t gap = static_cast<uint32_t>(entry - shard.entries);

@@ -1,5 +1,5 @@
 // Reads the tokens in the frames of workers: MessagePack, as `engine.messages` encodes
-// `list[ToGateway]`. Messages of other kinds are skipped.
+// `list[ToGateway]`. Other messages are skipped.
 #pragma once
 
 #include <cstddef>
@@ -7,7 +7,7 @@
 #include <string_view>
 #include <vector>
 
-// One message of a frame. `is_plain`: the message is `Tokens` with only token ids.
+// One message of a frame. `is_plain` is true for a `Tokens` message with only token ids.
 struct FrameMessage {
   std::string_view seq_id;
   int64_t first_id = 0;  // index of its first id in `FrameParser::ids`
@@ -68,7 +68,7 @@ class FrameParser {
     return true;
   }
 
-  // Skips the value of another field of `Tokens` if it is the default, or else returns false.
+  // Skips the value of another field of `Tokens`. Returns false if it is not the default.
   bool take_default(std::string_view name) {
     const std::string_view before = left_;
     uint64_t value = 0;
@@ -80,7 +80,7 @@ class FrameParser {
     return false;
   }
 
-  // Reads the head of a value of this kind. `value` gets its length, or the number itself.
+  // Reads the head of a value of this kind. Sets `value` to the length, or to the number itself.
   bool begins(Kind kind, uint64_t& value) {
     const std::string_view before = left_;
     if (head(value) == kind) return true;
@@ -100,7 +100,7 @@ class FrameParser {
     return true;
   }
 
-  // Reads the first bytes of a value; for OTHER, all of it. `value` is as in `begins`.
+  // Reads the first bytes of a value; for OTHER, the whole value. Sets `value` as in `begins`.
   Kind head(uint64_t& value) {
     value = 0;
     if (left_.empty()) return OTHER;
@@ -158,7 +158,7 @@ class FrameParser {
       case 0xc6: return number(4, value) && drop(value);
       case 0xca: return drop(4);  // floats
       case 0xcb: return drop(8);
-      case 0xcf: return drop(8);  // numbers that no token id has
+      case 0xcf: return drop(8);  // numbers that are no token ids
       case 0xd0: return drop(1);
       case 0xd1: return drop(2);
       case 0xd2: return drop(4);

@@ -1,6 +1,6 @@
-// From the tokens of one step to the bytes that streams send: detokenising, escaping for JSON,
+// Converts the tokens of one step to the bytes that streams send: detokenising, escaping for JSON,
 // HTTP's chunked coding and sending, in one pass over all streams. Called through ctypes: see
-// library.py. Callers hold Python's global lock, so no two threads call at once.
+// library.py. Callers hold Python's global lock, so two threads never call at the same time.
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -21,7 +21,7 @@ constexpr std::string_view REPLACEMENT = "\xef\xbf\xbd";
 // The bytes of each token, by id.
 class Vocabulary {
  public:
-  // Token i has the bytes up to ends[i].
+  // Token i has the bytes from ends[i - 1] up to ends[i].
   Vocabulary(const char* bytes, const int64_t* ends, const char* is_special, int64_t size)
       : ends_(ends, ends + size), is_special_(is_special, is_special + size),
         bytes_(bytes, size ? static_cast<size_t>(ends[size - 1]) : 0) {}
@@ -41,7 +41,8 @@ class Vocabulary {
   std::string bytes_;
 };
 
-// One series of a histogram. A value is counted in the first bucket whose bound is not below it.
+// One series of a histogram. A value is counted in the first bucket with a bound of at least the
+// value.
 struct Series {
   const double* bounds;
   int64_t num_bounds;
@@ -54,14 +55,14 @@ struct Series {
   }
 };
 
-// Mirrors `NativeText` of router/text/native.py.
+// The same structure as `NativeText` in router/text/native.py.
 struct Text {
   const Vocabulary* vocabulary;
   const char* before;  // the part of a chunk before its text
   int64_t before_len;
   const char* after;
   int64_t after_len;
-  const int64_t* end_ids;  // hidden behind `min_tokens` tokens
+  const int64_t* end_ids;  // tokens not shown after `min_tokens` tokens
   int64_t num_end_ids;
   int64_t min_tokens;
   Series* gaps;  // seconds between tokens
@@ -100,7 +101,7 @@ void escape(uint8_t byte, std::string& out) {
 }
 
 // The range of the second byte of a character that begins with `first`, and the character's length.
-// The length is 0 for bytes that begin none. Source: Unicode 15, table 3-7.
+// The length is 0 if no character begins with `first`. Source: Unicode 15, table 3-7.
 struct Lead {
   int length;
   uint8_t low, high;
@@ -117,15 +118,15 @@ Lead lead_of(uint8_t first) {
           static_cast<uint8_t>(first == 0xf4 ? 0x8f : 0xbf)};
 }
 
-// True for the first two bytes of a surrogate, which is not a character. Python's decoder still
-// waits for the third byte.
+// True for the first two bytes of a surrogate, which is not a character. For such bytes, Python's
+// decoder still waits for the third byte.
 bool is_open_surrogate(std::string_view bytes) {
   return bytes.size() == 2 && bytes[0] == '\xed' && (bytes[1] & 0xe0) == 0xa0;
 }
 
-// Adds bytes of UTF-8 to a JSON string. Bytes that start no character, or a truncated character,
-// become one replacement character, as in Python's decoder. Returns the length of an incomplete
-// character at the end, which is not added.
+// Adds bytes of UTF-8 to a JSON string. Bytes that begin no character, or a truncated character,
+// become one replacement character, as in Python's decoder. An incomplete character at the end is
+// not added. Returns its length.
 size_t add_text(std::string_view bytes, std::string& out) {
   size_t at = 0;
   while (at < bytes.size()) {
@@ -157,39 +158,41 @@ size_t add_text(std::string_view bytes, std::string& out) {
   return 0;
 }
 
-// The unsent rest of the chunk of addition `place`: a range of the output.
+// The unsent part of the chunk of text or message number `place`, as a range of the output.
 struct Rest {
   int64_t place, begin, end;
 };
 
 struct TextStream;
 
-// The result of handling a frame. Mirrors `TakenFrame` of router/text/native.py.
+// The result of handling a frame. The same structure as `TakenFrame` in router/text/native.py.
 struct TakenFrame {
   int64_t num_messages;
-  int64_t num_taken;               // of these
-  int64_t num_tokens;              // of those
-  const TextStream* const* taken;  // by message; null: not taken
+  int64_t num_taken;               // handled messages
+  int64_t num_tokens;              // tokens in the handled messages
+  const TextStream* const* taken;  // stream of each message; null: not handled
   int64_t num_rests;
-  const Rest* rests;  // chunks that sockets did not accept at once, by stream number
-  const char* out;    // the output of which `rests` are ranges
+  const Rest* rests;  // parts of chunks that sockets did not accept at once
+  const char* out;    // the output that contains the ranges `rests`
 };
 
-// The kernel's unique number of a socket (its cookie); 0: the socket is closed, or has no number.
+// Returns the kernel's unique number of a socket (its cookie); 0 if the socket is closed, or has
+// none.
 uint64_t cookie_of(int32_t socket) {
   uint64_t cookie = 0;
   socklen_t size = sizeof cookie;
   return ::getsockopt(socket, SOL_SOCKET, SO_COOKIE, &cookie, &size) ? 0 : cookie;
 }
 
-// A stream that gets its tokens from the frames of its worker. After its connection has closed, its
-// descriptor may belong to another connection before Python is result. The cookie reveals that.
+// A stream that gets its tokens from the frames of its worker. After its connection has closed, the
+// descriptor may belong to another connection before Python closes this stream. The cookie reveals
+// that.
 struct TextStream {
   Text* text;
   int32_t socket;
   uint64_t cookie;
-  int64_t number;       // Python's
-  int64_t held_in = 0;  // the last frame with another message of the sequence
+  int64_t number;       // Python's number of the stream
+  int64_t held_in = 0;  // number of the last frame with another message of the sequence
 
   int32_t own_socket() const { return cookie_of(socket) == cookie ? socket : -1; }
 };
@@ -201,17 +204,17 @@ struct Hash {
 
 struct Step {
   std::string out;      // all chunks, one after the other
-  std::string escaped;  // the text of the present one
-  std::string joined;   // the rest of a character, and the bytes that may complete it
+  std::string escaped;  // text of the present chunk
+  std::string joined;   // the first bytes of a character, with the bytes that may complete it
   std::unordered_map<std::string, TextStream, Hash, std::equal_to<>> streams;  // by sequence id
   FrameParser frame;
   int64_t num_frames = 0;
-  std::vector<const TextStream*> taken;  // of the present frame, by message; null: left to Python
+  std::vector<const TextStream*> taken;  // stream of each message; null: left to Python
   std::vector<Rest> rests;
 
   const TextStream* stream_at(int64_t place) const { return taken[static_cast<size_t>(place)]; }
 
-  // The range of the chunk of a text's next tokens.
+  // Adds the chunk of a text's next tokens to the output. Returns its range.
   Rest add_chunk(Text& text, int64_t place, const int64_t* ids, int64_t num_ids, double now_s) {
     const auto begin = static_cast<int64_t>(out.size());
     text.gaps->observe(now_s - text.last_s);
@@ -249,8 +252,8 @@ struct Step {
     escaped.clear();
   }
 
-  // Sends a range of the output, as far as the socket takes it at once. Returns the unsent range.
-  // An error shows when the rest is sent.
+  // Sends a range of the output, as far as the socket accepts it at once. Returns the unsent range.
+  // An error is found when Python sends this range.
   Rest send(int64_t place, int64_t begin, int64_t end, int32_t socket) const {
     if (socket < 0 || begin == end) return {place, begin, end};
     const ssize_t sent = ::send(socket, out.data() + begin, static_cast<size_t>(end - begin),
@@ -273,15 +276,16 @@ void* baton_vocabulary_open(const char* bytes, const int64_t* ends, const char* 
 void baton_vocabulary_close(void* vocabulary) { delete static_cast<Vocabulary*>(vocabulary); }
 
 // Adds the next tokens of `count` texts: text i gets the next lengths[i] of `ids`, at times_s[i].
-// Its chunk is sent to sockets[i], unless that is negative, or did not take all of an earlier
-// chunk. Without text there is no chunk. Unsent bytes are listed in `rests`, which has room for
-// all, as ranges of the output; `begin` is set to its start. Returns the number of rests.
+// Its chunk is sent to sockets[i], unless this is negative, or did not accept all of an earlier
+// chunk. Tokens without text produce no chunk. Unsent bytes are stored in `rests`, which must have
+// room for all texts, as ranges of the output. `begin` is set to the start of the output. Returns
+// the number of rests.
 int64_t baton_text_step(Step* open, Text* const* texts, const int64_t* lengths,
                         const double* times_s, int64_t count, const int64_t* ids, int32_t* sockets,
                         Rest* rests, const char** begin) {
   Step& step = *open;
   step.out.clear();
-  for (int64_t i = 0; i < count; ++i) {  // all chunks first: the output moves while it grows
+  for (int64_t i = 0; i < count; ++i) {  // before any is sent, as the output moves while it grows
     rests[i] = step.add_chunk(*texts[i], i, ids, lengths[i], times_s[i]);
     ids += lengths[i];
   }
@@ -296,8 +300,8 @@ int64_t baton_text_step(Step* open, Text* const* texts, const int64_t* lengths,
   return num_rests;
 }
 
-// Opens a stream: from now on the tokens of this sequence in frames go to the text and its socket.
-// Returns 0 if the socket is closed, or if the kernel gives it no number.
+// Opens a stream: from now on, the tokens of this sequence in frames go to the text and its socket.
+// Returns 0 if the socket is closed, or has no number in the kernel.
 int32_t baton_text_stream_open(Step* step, const char* seq_id, int64_t length, Text* text,
                                int32_t socket, int64_t number) {
   const uint64_t cookie = cookie_of(socket);
@@ -312,8 +316,9 @@ void baton_text_stream_close(Step* step, const char* seq_id, int64_t length) {
   if (found != step->streams.end()) step->streams.erase(found);
 }
 
-// Handles the plain tokens of open streams in a worker's frame, and sends their chunks. Mirrors
-// `TakenFrame`. Returns 0 if it handled none; then nothing has changed.
+// Handles the tokens of open streams in a worker's frame, and sends their chunks. Only messages
+// with nothing but tokens are handled. Fills the structure `TakenFrame`. Returns 0 if no message
+// was handled; then nothing has changed.
 int32_t baton_text_frame(Step* open, const char* data, int64_t length, double now_s,
                          TakenFrame* result) {
   Step& step = *open;
@@ -327,7 +332,7 @@ int32_t baton_text_frame(Step* open, const char* data, int64_t length, double no
     TextStream* stream = found == step.streams.end() ? nullptr : &found->second;
     if (stream && !message.is_plain) stream->held_in = step.num_frames;
     if (stream && stream->held_in == step.num_frames)
-      stream = nullptr;  // Python has to keep the order
+      stream = nullptr;  // Python must handle this message, to keep the order
     step.taken.push_back(stream);
     if (!stream) continue;
     ++result->num_taken;
