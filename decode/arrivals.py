@@ -3,11 +3,11 @@
     queued    its lease is held at the source, but it has no memory yet
     arriving  owns blocks for its prompt. Missing blocks are being pulled, or all KV is here and
               the first token, which the gateway forwards, is missing
-    copy      a sequence that runs elsewhere, all of whose KV is here; it has no row in any step
+    copy      all KV of a sequence that runs at another worker; it has no row in any step here
     aborting  cancelled, but its pull may still write into its blocks
 
 Sequences are admitted in order of arrival, as long as the pool has room for the first queued
-sequence. If the first one waits for `STUCK_S` while no sequence arrives or runs here, it is given
+sequence. If this sequence waits for `STUCK_S` while no sequence arrives or runs here, it is given
 back. In this case, leases of prompts for other workers occupy the memory here. Those workers may in
 turn wait for memory that the first sequence's prompt occupies. A copy never waits: without room it
 is given back at once. Complete copies are dropped, the youngest first, before any sequence waits or

@@ -1,11 +1,11 @@
-"""Chooses the number of tokens to draft for each sequence, to maximise the batch's tokens per
-second.
+"""Chooses the lengths of drafts that maximise the batch's tokens per second.
 
 Tokens per second are the expected tokens of a step, from the acceptance so far, divided by the
-predicted time of the step. Drafting a token pays if its expected tokens per second of cost exceed
-the batch's rate without it. The rate depends on the chosen drafts, so a few rounds are made to find
-the best rate (Dinkelbach's method for a ratio). Sequences share passes of the draft model, so each
-number of passes is tried. In a full batch, each further token is expensive, so often no draft pays.
+predicted time of the step. Drafting a token pays if its probability of being kept, divided by its
+cost in seconds, exceeds the batch's rate without the token. The rate depends on the chosen drafts,
+so a few rounds find the best rate (Dinkelbach's method for a ratio). Sequences share passes of the
+draft model, so each number of passes is tried. In a full batch, each further token is expensive, so
+often no draft pays.
 
 Sources: Dinkelbach, 1967; expected tokens of a draft, Leviathan et al., ICML 2023; goodput of a
 batch as the aim, Liu et al., SmartSpec, 2024.

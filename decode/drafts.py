@@ -5,8 +5,9 @@ memory. A draft is either tokens from the sequence's own n-grams, or a number of
 draft model to propose. Drafted tokens get only blocks that no other sequence will need soon. Blocks
 of rejected tokens are freed after the step.
 
-The draft model may skip a sequence. It computes its own K and V of skipped tokens when it drafts
-for the sequence again, or when a block is full. Other workers can find a block only after that.
+The draft model may skip a sequence. The model computes its own K and V of skipped tokens when it
+drafts for the sequence again, or when a block is full. Other workers can find a block only after
+that.
 """
 
 from collections import Counter

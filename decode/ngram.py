@@ -1,9 +1,8 @@
-"""Proposes drafts without a model: the tokens that followed an earlier occurrence of the same
-tokens.
+"""Proposes drafts without a model: the tokens that followed the same tokens earlier.
 
-The search finds an earlier occurrence of the last 4 tokens of a sequence, or else of the last 3 or
-2. The tokens that followed this occurrence are the proposal. If the proposal reaches the end of the
-sequence, it continues with its own first tokens: the sequence is assumed to be periodic.
+The search finds an earlier occurrence of the last four tokens of a sequence, or else of the last
+three or two. The tokens that followed this occurrence are the proposal. If the proposal reaches the
+end of the sequence, the proposal's own first tokens follow: the sequence is assumed to be periodic.
 
 C++ searches its own copy of each sequence's tokens. Each lookup appends the new tokens to the copy.
 One call searches a whole batch.

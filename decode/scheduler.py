@@ -11,8 +11,8 @@ The life of a sequence, and the part that owns it:
 
 A sequence that was prefilled in this worker is running from the start. The router may move a
 running sequence to another worker (`HandOver`). Then the sequence leaves between two steps with its
-blocks (`engine.worker.offers`), and arrives at the other worker like any sequence. The draft model
-there may lack the KV of its last tokens.
+blocks (`engine.worker.offers`), and arrives at the other worker like any sequence. The other
+worker's draft model may lack the KV of the last tokens.
 
 A row has one token, or more if a draft is verified (`decode.drafts`). A sequence is admitted if
 there is also room for the growth of the sequences admitted before (`DecodeMemory`). The start of a

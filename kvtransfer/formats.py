@@ -3,8 +3,8 @@
 Numbers are rounded exactly as a KV cache of the target format rounds them. If the format has
 scales, each token and head has its own scale. So an fp32 pool that sends int8 sends the same bytes
 that an int8 pool would contain. `engine.layout` defines the formats, and
-`engine.model.attention.kvcache` converts tensors. Numbers must be finite. The result of an infinite
-number is undefined, but only for its own token and head.
+`engine.model.attention.kvcache` converts tensors. Numbers must be finite. An infinite number makes
+the results of its own token and head undefined.
 
 C++ does the work (`src/transfer/convert.h`).
 """

@@ -1,13 +1,13 @@
 """The transfer endpoint of a worker of several ranks, at rank 0.
 
 Each rank has a `TransferEndpoint` for its own pool and share of the model. The `GroupEndpoint`
-gives each order to all of them. The `GroupEndpoint` reports the end of a pull or lease once every
-rank has reported the end of its part: see `kvtransfer.lease.group`. It has the interface of a
+gives each order to all these endpoints. The `GroupEndpoint` reports the end of a pull or lease once
+every rank has reported the end of its part: see `kvtransfer.lease.group`. It has the interface of a
 `TransferEndpoint`, so a worker's core does not depend on the number of ranks.
 
 Orders come from one thread, and reports from other threads. All orders and reports are appended to
-one queue. A thread that appends an entry handles the whole queue, unless another thread is handling
-it already. So a thread with a report never waits for a thread that sends orders, and two full pipes
+one queue. A thread that appends an entry handles the whole queue, unless another thread is already
+doing so. So a thread with a report never waits for a thread that sends orders, and two full pipes
 cannot block each other.
 """
 

@@ -2,7 +2,8 @@
 
 While a lease is open, its word is a generation. The source sets the word to zero before it frees
 any block of the lease, and a generation is never used again. So a word that is unchanged after a
-copy proves that the lease was open until then. The sink need not read the word before the copy.
+copy proves that the lease was open until the end of the copy. The sink need not read the word
+before the copy.
 
     source   word = 0, fence, the lease's end is reported, its blocks are reused
     sink     copy, fence, read the word

@@ -1,9 +1,9 @@
 """The messages between a sink and a source of KV.
 
-A sink opens a connection to a source's transfer socket. Its first message is `Attach`, which the
-source answers with `Attached` or `AttachRefused`. The version is compared before the rest of
-`Attach` is decoded, so a later version may change the rest. A message is one frame. A `Data` is
-followed by one payload frame, which contains the records of its blocks without gaps.
+A sink opens a connection to a source's transfer socket. The sink's first message is `Attach`, which
+the source answers with `Attached` or `AttachRefused`. The version is compared before the rest of
+`Attach` is decoded, so a later version may change the rest. A message is one frame. After a `Data`
+comes one payload frame, which contains the records of the named blocks without gaps.
 """
 
 from collections.abc import Callable

@@ -5,12 +5,12 @@
     shared record   the heads and layers that one source rank gives to one sink rank, in the same
                     order; this record is sent on the wire
 
-If both ranks hold the same share, the record is one piece. Otherwise K and V of each layer are one
+If both ranks have the same share, the record is one piece. Otherwise K and V of each layer are one
 piece each: within a layer, the heads that two ranks share are contiguous.
 
 If several source ranks have the same head, each sink rank gets the head from only one source rank.
 The sink ranks that need the head are spread evenly over these source ranks. So the source ranks
-together give each sink rank each of its bytes once. Both ends compute the same plan without
+together send each byte to each sink rank exactly once. Both ends compute the same plan without
 messages.
 
 Pure: integers only. `native` copies records, and `formats` converts them.

@@ -1,10 +1,9 @@
-"""The form of blocks on the wire between two ranks. Each rank computes the form from both
-identities.
+"""The form of blocks on the wire, which both ranks compute from their two identities.
 
     source's record ──packing──> shared heads ──convert──> wire
                                  wire ──convert──> shared heads ──unpacking──> sink's record
 
-Formats are converted only if the configuration asks for it or the conversion is exact:
+Formats are converted only if `kv_wire_dtype` is set or the conversion is exact:
 
     formats equal, no `kv_wire_dtype`           as stored
     bf16 at the source, fp32 at the sink        as stored on the wire, widened at the sink

@@ -2,7 +2,7 @@
 
     waiting    owns no blocks; starts when the pool has blocks for the whole prompt
     pulling    owns its blocks; the prefix that another worker offered is being pulled into the
-               first of these blocks, while later prompts go ahead. If the prompt is cancelled, it
+               first of these blocks, while later prompts run. If the prompt is cancelled, it
                stays until its pull has ended
 
 The lease on an offered prefix is held from the prompt's arrival on, but not while memory is short.

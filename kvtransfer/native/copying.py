@@ -1,10 +1,10 @@
 """Copies many records in one call: from any rows of one array to any rows of another.
 
-A frame is a sequence of records without gaps, as sent on the wire. Its checksum is computed during
-the copy to or from the frame, so each KiB is read from memory once, not twice.
+A frame is a sequence of records without gaps, as sent on the wire. The frame's checksum is computed
+during the copy to or from the frame, so each byte is read from memory once, not twice.
 
-The ctypes structures mirror the structures of `src/transfer`, field by field. They contain
-addresses of arrays, which the caller must keep alive.
+The ctypes structures mirror the structures of `src/transfer`, field by field. The structures
+contain addresses of arrays, which the caller must keep alive.
 """
 
 from array import array
@@ -92,8 +92,8 @@ def copy_records(
     """Copies the pieces of each record `source_ids[i]` to the record `sink_ids[i]`.
 
     None stands for 0, 1, 2, …, up to the number of ids on the other side. The arrays must not
-    overlap, and `sink_ids` must not repeat an id. The bytes of a record are contiguous; the records
-    need not be. Other threads run meanwhile.
+    overlap, and `sink_ids` must not repeat an id. The bytes of each record are contiguous, but
+    there may be gaps between records. Other threads run meanwhile.
 
     Raises IndexError if an id or a piece is out of bounds. Raises ValueError if the arrays are not
     records of bytes or the sides have different numbers of ids. After an error nothing is written.

@@ -1,11 +1,11 @@
 """Sealed streams: messages over a connection, encrypted and authenticated with AEGIS.
 
-C++ does the work (`src/stream.h`). It encrypts records from their place in memory into a buffer
-that fits the caches, and sends from there. It receives into such a buffer, and decrypts to the
-records' places. AEGIS-128L (RFC 10032) comes from libsodium, which ZeroMQ includes for CURVE.
-AEGIS-128L seals 15 GiB/s, AES-GCM of OpenSSL 3.0 only 4. If both ends compute several *lanes* in
-parallel, streams use AEGIS-128X2 or AEGIS-128X4 (`src/aegis.h`), which is two to three times as
-fast.
+C++ does the work (`src/stream.h`). To send, it encrypts records into a buffer that fits the
+processor's caches, and sends the buffer. To receive, it fills such a buffer, and decrypts the
+buffer to the places of the records. AEGIS-128L (RFC 10032) comes from libsodium, which ZeroMQ
+includes for CURVE. AEGIS-128L seals 15 GiB/s, AES-GCM of OpenSSL 3.0 only 4. If both ends compute
+several *lanes* in parallel, streams use AEGIS-128X2 or AEGIS-128X4 (`src/aegis.h`), which is two to
+three times as fast.
 
 Each stream has its own key. Each direction numbers its messages, and the number is the message's
 nonce.

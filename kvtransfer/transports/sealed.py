@@ -14,12 +14,12 @@ Name, word and key are random. The key travels over CURVE only, so a recorded co
 decrypted later with the deployment's secret. A key serves one connection. An attacker who reads the
 name and the word on the network can connect in the sink's place, but cannot decrypt the bytes.
 
-Neither end blocks on the connection: it sends and receives as many records as the connection
-accepts, and checks the lease before each such step. So each record that arrives was sent while its
-lease was open.
+Neither end blocks on the connection. In each step, an end sends or receives the records that the
+connection accepts. The source checks the lease before each step. So each record that arrives was
+sent while its lease was open.
 
-Before the connection exists, blocks come over CURVE. The same holds after the connection breaks, or
-if C++ or libsodium is missing at one end; these cases are counted.
+Before the connection exists, blocks are sent over CURVE. Blocks are also sent over CURVE after the
+connection breaks, or if C++ or libsodium is missing at one end; these cases are counted.
 """
 
 import logging

@@ -156,10 +156,10 @@ class ZmqTransport:
     def place(
         self, address: str, data: Data, payload: memoryview, places: Sequence[BlockId | None]
     ) -> FetchEnd:
-        """Writes records that arrived over CURVE to their places: None if no pull waits for the
+        """Writes records that arrived over CURVE to local places. None: no pull waits for the
         block.
 
-        The checksum is known only after the records are written. Their places belong to this pull
+        The checksum is known only after the records are written. The places belong to this pull
         alone, so no other data is overwritten. Damaged blocks are asked for again, or the pull
         fails. Raises ProtocolError.
         """

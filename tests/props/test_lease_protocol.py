@@ -1,11 +1,10 @@
-"""The lease protocol on a network that delays, repeats, drops and reorders messages and cuts
-connections.
+"""The lease protocol on a network that delays, repeats, drops and reorders messages.
 
-The blocks of a pull that is reported done always have exactly the content that the lease promised.
-The same is true of the blocks that a failed pull reports as good. To make mistakes visible, a
-source overwrites the blocks of a lease as soon as the lease ends. A sink overwrites the blocks of a
-pull as soon as the pull ends. The two sinks may be ranks of one worker. Then both sinks pull under
-each lease.
+The network also cuts connections. The blocks of a pull that is reported done always have exactly
+the content that the lease promised. The same is true of the blocks that a failed pull reports as
+good. To make mistakes visible, a source overwrites the blocks of a lease as soon as the lease ends.
+A sink overwrites the blocks of a pull as soon as the pull ends. The two sinks may be ranks of one
+worker. Then both sinks pull under each lease.
 
 Sources may have lease words, which sinks read after a copy. A lease may then end, and its blocks
 may be reused, during the copy or between the copy and the reading of the word. A word may also be

@@ -1,4 +1,4 @@
-"""Sources of two ranks, on a network that delays, repeats, drops and reorders messages.
+"""Sources of two ranks, on a network that disturbs messages and cuts connections.
 
 Each lease is open at both ranks, and a pull has one part for each rank. `LeaseGroups` joins the
 parts at the source, and `RankedPulls` joins them at the sink, as real endpoints do. The checks of

@@ -1,7 +1,7 @@
 """A store under every order of events: sinks read what their lease promised, and no slot leaks.
 
 Workers cache and evict blocks, die, and return. Pulls, loads and writes succeed or fail, in any
-order. The disk loses its latest writes, an operator drops all blocks, the process is killed at any
+order. The disk turns off and on again, an operator drops all blocks, the process is killed at any
 moment. Slots contain hashes, so that a wrong read is detected (`tests.kits.fakes.store`).
 """
 

@@ -1,18 +1,18 @@
 """The interface of disk engines, which move blocks between rows of memory and slots on disk.
 
-An engine works on its own threads. It has three operations:
+An engine works on its own threads. There are three operations:
 
     write    clear the header, write the payload, write the header with its checksums
     read     read the payload, verify its checksum, copy it to the row
     clear    clear the header
 
 A failed read does not change its row. There are two engines: io_uring in C++ (`uring.py`), and
-threads in Python (`threads.py`), which need neither a compiler nor io_uring.
+Python threads (`threads.py`), which need neither a compiler nor io_uring.
 
 `DiskHealth` decides when a disk is off: after several failures in a row, for a growing pause.
 
     fine ── `most_failures` in a row ──> off ── pause over: one trial ──> fine again
-                                          ^── it fails: twice the pause ──┘
+                                          ^── trial fails: double pause ──┘
 
 Pure: the time is an argument.
 """

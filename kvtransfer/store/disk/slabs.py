@@ -1,7 +1,7 @@
 """The files of one identity: a table of headers, and slabs of slots.
 
     directory/headers            128 bytes a slot, see `format`
-    directory/slab-00000 …       `slab_slots` slots each; the last may hold fewer
+    directory/slab-00000 …       `slab_slots` slots each; the last slab may have fewer
 
 Files are allocated before use, slab by slab. So a full disk is detected here and not in the middle
 of a write. If a whole slab does not fit, the part that fits is allocated now, and the rest once

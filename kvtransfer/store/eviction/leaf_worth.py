@@ -13,8 +13,8 @@ most likely, and then falls. So the least worth is at one end of a queue. Evicti
 means that it is not admitted.
 
 Turns are counted without hints too. A new block starts with the uses of its parent as its turns. If
-the parent has several continuations, like a system prompt, the block starts with none. The facts of
-evicted blocks are kept for a while, so a block that returns has its turns again.
+the parent has several continuations, like a system prompt, the block starts with none. The
+histories of evicted blocks are kept for a while, so a block that returns gets its turns back.
 
 A live session that returns in time raises the worth of its class, and an ended session leaves its
 class. So the table also learns the worth of hints. `sessions` bounds what one key can gain by them.

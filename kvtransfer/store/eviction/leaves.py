@@ -1,7 +1,7 @@
 """Data structures of all eviction policies: a tree of blocks, and queues that return leaves first.
 
-    Forest     the cached blocks and how many cached children each has
-    LeafQueue  some of these blocks in the order of their last use; the oldest leaf goes first
+    Forest     the cached blocks, each with the number of its cached children
+    LeafQueue  some of these blocks in order of last use; returns the oldest leaf first
 
 A queue finds the oldest leaf in amortised constant time. It examines the blocks, oldest first. A
 block that has a child is set aside: the block *waits*. Once its last child leaves the tier, the

@@ -1,8 +1,8 @@
 """The interface between a tier of the store and its eviction policy.
 
 A tier (memory, disk) reports added, read and removed blocks to its policy, and asks the policy for
-victims. A policy stores hashes and counts, never bytes of KV. It has no clock: `now_s` is monotonic
-seconds, and never goes back.
+victims. A policy stores hashes and counts, never bytes of KV. A policy has no clock: `now_s` is an
+argument in monotonic seconds, and never decreases.
 
 A block continues a prefix, and is useful only while all earlier blocks of the prefix are cached. So
 every policy evicts *leaves* first: a block is evicted before its parent.
@@ -10,8 +10,8 @@ every policy evicts *leaves* first: a block is evicted before its parent.
 Clients give hints about their sessions. A policy may use or ignore hints. A session is one
 conversation or one agent, and its requests carry the session's id. Each hint is an unverified claim
 of one API key, so a policy bounds what each key can gain by hints. The server computes the hashes
-in a hint from the request's own prompt. The client never sends hashes: it could name blocks that
-are not its own.
+in a hint from the request's own prompt. Clients never send hashes, because they could name blocks
+that are not their own.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,7 @@
 """Threads for calls that may hang, each with a deadline.
 
 A call that is not done by its deadline counts as failed, and its future gets the value `otherwise`.
-If a thread is running the call, that thread is stuck and another thread replaces it. The number of
+A thread that is running this call counts as stuck, and another thread replaces it. The number of
 stuck threads is bounded: at the bound, no more calls are made until a stuck thread returns. When a
 stuck thread returns, it serves its lane again if the lane lacks a thread; otherwise the thread
 ends.

@@ -4,7 +4,7 @@ A segment passes through these states, each at most once:
 
     1. added     its bytes count; its manifest has not been read or written yet
     2. filled    its blocks can be found; with an unusable manifest it has no blocks
-    3. hidden    it is being deleted: its blocks cannot be found, its bytes still count
+    3. hidden    being deleted: its blocks cannot be found, and its bytes still count
     4. removed
 
 The bytes of a segment count from before its write until after its deletion. So `num_bytes` is never

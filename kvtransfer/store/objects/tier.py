@@ -5,15 +5,15 @@ written after the segment. So any number of stores can share a folder: there is 
 no object is ever changed. If two stores write the same block, two copies exist, which is harmless.
 A store finds the segments of other stores when it lists the folder, on `open` and `refresh`.
 
-Every call returns a future at once. Another thread sets its value in bounded time. Failures of the
-object store are counted, and the caller sees a miss; no future raises them. A block is returned
-only if its length and checksum are correct.
+Every call returns a future at once. Another thread sets the future's value in bounded time.
+Failures of the object store are counted, and the caller sees a miss; no future raises them. A block
+is returned only if its length and checksum are correct.
 
 One thread writes, lists and deletes. So a listing never meets a half-written segment of this store.
 
-`max_bytes` bounds all segments of this identity, including segments of other stores. Without room,
-the oldest segments are deleted. The size of a listing is not bounded: fsspec returns it whole.
-Objects of other programs under this URL are neither read nor deleted.
+`max_bytes` bounds all segments of this identity, including segments of other stores. If a new
+segment has no room, the oldest segments are deleted. The size of a listing is not bounded: fsspec
+returns it whole. Objects of other programs under this URL are neither read nor deleted.
 """
 
 import secrets
