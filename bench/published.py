@@ -1,8 +1,8 @@
-"""`baton bench report`: checks or writes the figures of documents, from `bench/results/NAME.json`.
+"""`baton bench report`: checks or writes the figures in documents, from `bench/results/NAME.json`.
 
-A block is the text between its marker and the next `<!-- end -->`. Markers:
+A block of figures is the text between a marker and the next `<!-- end -->`. Markers:
 
-    <!-- report: NAME -->            all results of bench/results/NAME.json, and where they are from
+    <!-- report: NAME -->            all results of bench/results/NAME.json, with date and machine
     <!-- report: NAME a/* b/c -->    only the results whose names match a pattern
     <!-- headline -->                the rows of `HEADLINES`
 
@@ -27,12 +27,13 @@ from bench.lab.fluid.simulated import GOALS as SIMULATED_GOALS
 from bench.lab.studies import STUDIES
 from engine.errors import ConfigError
 
-ROOT = Path(__file__).resolve().parents[1]  # root of the repository
+ROOT = Path(__file__).resolve().parents[1]  # root folder of the repository
 RESULTS = ROOT / "bench" / "results"
 
 
 def read_reports(folder: Path = RESULTS) -> Mapping[str, Report]:
-    """Every report in the folder, by the name of its file without `.json`, in order of names.
+    """Reads every report in the folder. Returns the reports by file name without `.json`, in
+    alphabetical order.
 
     Raises ConfigError if a file is not a report that can be published.
     """
@@ -40,7 +41,7 @@ def read_reports(folder: Path = RESULTS) -> Mapping[str, Report]:
 
 
 def read_report(path: Path) -> Report:
-    """Reads one report. Raises ConfigError if it cannot be published: see `fault_of`."""
+    """Reads one report. Raises ConfigError if it cannot be published (see `fault_of`)."""
     data = path.read_bytes()
     try:
         report = from_json(data)
@@ -54,9 +55,9 @@ def read_report(path: Path) -> Report:
 
 
 def fault_of(report: Report) -> str | None:
-    """Returns why a report cannot be published, or None.
+    """Returns the reason why a report cannot be published, or None if it can.
 
-    Its figures must come from a commit, which a reader can check out and measure again.
+    The figures must belong to a commit, so that a reader can check it out and measure again.
     """
     names = [result.name for result in report.results]
     if not names:
@@ -74,10 +75,12 @@ def fault_of(report: Report) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Headline:
-    """One row. It is compared with `peer`; without a peer, with the limit if there is one."""
+    """One row of the headline table. The result is compared with `peer`, or without a peer with its
+    limit, if it has one.
+    """
 
     label: str
-    report: str  # name of the file, without .json
+    report: str  # name of the report's file, without .json
     result: str
     peer: str | None = None
 
@@ -114,7 +117,8 @@ HEADLINES: tuple[Headline, ...] = (
 BLOCK = re.compile(
     r"^(<!-- (report: [^\n]+?|headline) -->\n).*?(<!-- end -->)", re.DOTALL | re.MULTILINE
 )
-# Finished studies: their reports are kept; their programs were removed after this commit.
+# Studies that are finished. Their reports are kept, but their programs were removed after this
+# commit.
 FINISHED = frozenset({"clients", "eviction", "schemas", "simulator", "starts", "tiers"})
 LAST_COMMIT = "b099256"
 NO_REPORT = "No report is kept yet.\n"
@@ -128,7 +132,7 @@ def fill_in(
     headlines: Sequence[Headline],
     goals: Mapping[str, Goals] | None = None,
 ) -> str:
-    """Returns the document with every block rendered anew; `goals` has the reports' goals, by name.
+    """Returns the document with all blocks written anew. `goals` has the goals of reports, by name.
 
     Raises ConfigError if a headline names a result that its report lacks, or if no result matches
     the patterns of a marker.
@@ -148,7 +152,7 @@ def fill_in(
 
 
 def names_in(text: str) -> set[str]:
-    """Names of the reports that the document shows."""
+    """Returns the names of the reports that the document contains."""
     markers = [block[2] for block in BLOCK.finditer(text)]
     return {marker.split()[1] for marker in markers if marker != "headline"}
 
@@ -156,7 +160,7 @@ def names_in(text: str) -> set[str]:
 def report_block(
     name: str, report: Report | None, patterns: Sequence[str], goals: Goals = NO_GOALS
 ) -> str:
-    """Command, place, time and results of a report, as Markdown."""
+    """Returns command, machine, date and results of a report, as Markdown."""
     if report is None:
         return NO_REPORT
     chosen = [
@@ -174,7 +178,7 @@ def report_block(
 
 
 def provenance(report: Report) -> str:
-    """Date, commit, machine and versions of peers, in one line."""
+    """Returns date, commit, machine and versions of peers as one line."""
     hardware = report.hardware
     versions = [
         f"{name.removeprefix('version_')} {version}"
@@ -195,14 +199,16 @@ def provenance(report: Report) -> str:
 
 
 def results_table(results: Sequence[Result], goals: Goals) -> str:
-    """A row for each result, with the columns that the benchmark prints."""
+    """Returns a Markdown table with a row for each result, and with the columns that the benchmark
+    prints.
+    """
     columns = columns_of(results, goals)
     columns["result"] = [f"`{name}`" for name in columns["result"]]
     return _markdown(list(columns), zip(*columns.values(), strict=True))
 
 
 def headline_table(headlines: Sequence[Headline], reports: Mapping[str, Report]) -> str:
-    """Returns a row for each headline whose report is in `bench/results/`."""
+    """Returns a Markdown table with a row for each headline whose report is in `bench/results/`."""
     rows = [
         row_of(headline, reports[headline.report])
         for headline in headlines
@@ -214,7 +220,9 @@ def headline_table(headlines: Sequence[Headline], reports: Mapping[str, Report])
 
 
 def row_of(headline: Headline, report: Report) -> Row:
-    """Raises ConfigError if the report lacks the result or the peer."""
+    """Returns a row of the headline table. Raises ConfigError if the report lacks the result or the
+    peer.
+    """
     result = next((r for r in report.results if r.name == headline.result), None)
     if result is None or (headline.peer and headline.peer not in result.peers):
         wanted = f"{headline.result} beside {headline.peer}" if headline.peer else headline.result
@@ -231,7 +239,8 @@ def row_of(headline: Headline, report: Report) -> Row:
             f"{result.of_limit:.0%}",
         )
     value = f"{number_text(result.value)} {result.unit}".rstrip()
-    command = report.command.partition(" --")[0]  # the page of the benchmark has its options
+    # without options, which the benchmark's page contains
+    command = report.command.partition(" --")[0]
     return [headline.label, value, beside, ratio, f"`{command}`"]
 
 
@@ -241,7 +250,7 @@ def _markdown(headers: Sequence[str], rows: Iterable[Row]) -> str:
 
 
 PAGES = (ROOT / "docs").glob("benchmarks/*.md")
-# The comparison with Dynamo is finished: only its report and its goals are kept.
+# The comparison with Dynamo is finished. Only its report and its goals are kept.
 SIMULATOR_GOALS = Goals(
     {"sim/ttft_x1": 0.575, "sim/ttft_x2": 0.630, "sim/hit_ratio": 0.95, "sim/wall_s": 15.0},
     at_most=("sim/ttft_x1", "sim/ttft_x2", "sim/wall_s"),
@@ -275,9 +284,9 @@ def report(
 
 
 def stale_documents() -> dict[Path, str]:
-    """Each document whose figures differ from the reports, and what it should be.
+    """Returns the documents whose figures differ from the reports, with their new text.
 
-    Raises ConfigError if a report cannot be published or no document shows it.
+    Raises ConfigError if a report cannot be published, or if no document contains it.
     """
     if not RESULTS.is_dir():
         raise ConfigError("documents are checked and written in a checkout: there is none here")

@@ -1,1 +1,1 @@
-"""Other engines, each driven by its own Python. `driver.py` says how."""
+"""Other engines and servers. Each runs in its own Python environment, driven as in `driver.py`."""

@@ -2,22 +2,22 @@
 
     PYTHON bench/peers/driver.py NAME --checkpoint DIR --variant f32 --threads 2 …
 
-Runs as a script, without Baton. `load(options)` of NAME_peer.py beside it loads the model and
-returns its `Engine`. Then each line is one JSON object:
+This file runs as a script, without Baton. `load(options)` of NAME_peer.py in the same folder loads
+the model and returns its `Engine`. Then each line of input and output is one JSON object:
 
     out  {"ready": {"version": …}}       and other facts, if the engine has any
     in   {"do": "generate", "prompts": [[token id, …], …], "num_steps": n}
     out  {"prefill_s": …, "decode_s": …, "answers": [[token id, …], …]}
 
-or, in place of either answer, {"error": "in one line"}. Other commands are methods of the engine:
-they take the command's other keys and return the answer.
+In place of an answer, the output may be {"error": "in one line"}. Each other command is a method of
+the engine: the command's other keys are its arguments, and it returns the answer.
 
 All engines are timed alike. All prompts are submitted at once. `prefill_s` ends when every sequence
-has its first token, greedily chosen. `decode_s` goes on from there until each has `num_steps` more.
-So prefill is never part of decoding, and choosing tokens is always part of both. An answer has
-`num_steps + 1` tokens; ends of text are ignored.
+has its first token, chosen greedily. `decode_s` begins there and ends when each sequence has
+`num_steps` more tokens. So the time of decoding never includes prefill, and both times include the
+choice of tokens. An answer has `num_steps + 1` tokens; end-of-text tokens do not end it.
 
-What libraries print goes to stderr. Only answers go to stdout.
+The output of libraries goes to stderr. Only answers go to stdout.
 """
 
 import argparse
@@ -33,26 +33,26 @@ Prompts = list[list[int]]
 
 
 class Engine(Protocol):
-    """The driven engine; its other methods are its commands."""
+    """The driven engine. Each of its other methods is a command."""
 
     @property
     def facts(self) -> dict[str, object]:
-        """Facts about the engine, `version` at least."""
+        """Returns facts about the engine, including `version`."""
         ...
 
 
 class Stopwatch:
-    """Seconds at which all sequences had their first token, and their last."""
+    """Records when all sequences had their first token, and when they had their last."""
 
     def __init__(self) -> None:
         self._begin_s = self._first_s = self._last_s = time.perf_counter()
 
     def stamp_first(self) -> None:
-        """All sequences have one token."""
+        """Records the time at which all sequences have one token."""
         self._first_s = self._last_s = time.perf_counter()
 
     def stamp_last(self) -> None:
-        """All sequences have all tokens."""
+        """Records the time at which all sequences have all tokens."""
         self._last_s = time.perf_counter()
 
     def answer(self, answers: list[list[int]]) -> dict[str, object]:
@@ -65,7 +65,9 @@ class Stopwatch:
 
 
 def options_of(arguments: list[str]) -> argparse.Namespace:
-    """The command line. The maxima are over all commands that will come."""
+    """Parses the command line. The options for maximum sizes cover all commands that will
+    follow.
+    """
     parser = argparse.ArgumentParser()
     parser.add_argument("name")
     parser.add_argument("--checkpoint", required=True)
@@ -78,7 +80,9 @@ def options_of(arguments: list[str]) -> argparse.Namespace:
 
 
 def drive(load: Callable[[], Engine], commands: Iterable[str], out: TextIO) -> None:
-    """Loads, then answers commands until they end. An error while loading is the last answer."""
+    """Loads the engine, then answers commands until there are none. If loading fails, the error is
+    the only answer.
+    """
 
     def say(answer: dict[str, object]) -> None:
         out.write(json.dumps(answer) + "\n")
@@ -94,16 +98,17 @@ def drive(load: Callable[[], Engine], commands: Iterable[str], out: TextIO) -> N
         command: dict[str, Any] = json.loads(line)
         try:
             answer = getattr(engine, command.pop("do"))(**command)
-        except Exception as error:  # whatever an engine raises: the next command may do better
+        # any error of an engine is answered, because the next command may succeed
+        except Exception as error:
             answer = {"error": _in_one_line(error)}
         say(answer)
 
 
 def stdout_for_answers() -> TextIO:
-    """Returns a stdout to which only the caller can write from now on.
+    """Returns a new stdout for answers. All other output is sent to stderr from now on.
 
-    It has a buffer, and so writes long answers whole. With PYTHONUNBUFFERED, `sys.stdout` loses the
-    rest of an answer if the pipe takes only a part.
+    The new stdout is buffered, so it writes long answers completely. With PYTHONUNBUFFERED,
+    `sys.stdout` loses the rest of an answer if the pipe accepts only a part.
     """
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -115,7 +120,7 @@ def _in_one_line(error: Exception) -> str:
 
 
 def main() -> None:
-    """Runs the engine that the command line names."""
+    """Runs the engine that the command-line arguments name."""
     out = stdout_for_answers()
     options = options_of(sys.argv[1:])
     peer = importlib.import_module(f"{options.name}_peer")

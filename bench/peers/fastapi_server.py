@@ -1,10 +1,11 @@
 # mypy: ignore-errors
-"""A server of streams as it is usually written: FastAPI, and a pydantic model for each chunk.
+"""A server of streams, as servers are usually written: FastAPI, and a pydantic model for each
+chunk.
 
     PYTHON bench/peers/fastapi_server.py
 
-Runs on uvicorn with uvloop and httptools, in an environment of its own. Its body and its protocol
-are the same as in `uvloop_server.py` beside it.
+The server runs on uvicorn with uvloop and httptools, in its own environment. Requests and protocol
+are the same as in `uvloop_server.py`.
 """
 
 import asyncio
@@ -21,14 +22,14 @@ from pydantic import BaseModel
 
 
 class Delta(BaseModel):
-    """The addition of a chunk."""
+    """The text that a chunk adds."""
 
     role: str | None = None
     content: str | None = None
 
 
 class PeerChunkChoice(BaseModel):
-    """The only one."""
+    """The only choice of a chunk."""
 
     index: int
     delta: Delta
@@ -68,7 +69,7 @@ app = FastAPI()
 
 @app.post("/v1/chat/completions")
 async def answer(body: PeerChatBody, _: Request) -> StreamingResponse:
-    """Streams tokens at the pace that the body asks for."""
+    """Streams tokens at the pace that the body requests."""
 
     async def events():
         for i in range(body.max_tokens):
@@ -83,7 +84,7 @@ async def answer(body: PeerChatBody, _: Request) -> StreamingResponse:
 
 
 def main() -> None:
-    """Serves until standard input ends."""
+    """Serves requests until standard input is closed."""
     sock = socket.create_server(("127.0.0.1", 0), backlog=2048)
     config = uvicorn.Config(app, loop="uvloop", http="httptools", log_level="error")
     server = uvicorn.Server(config)

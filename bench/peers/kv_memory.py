@@ -1,6 +1,6 @@
 """Memory with scattered blocks for the movers of `baton bench kv`; stdlib and numpy only.
 
-Imported by movers in Baton's own Python and, as a script's neighbour, in that of a peer.
+Movers import this file in Baton's own Python, and peers' scripts import it in their own Python.
 """
 
 import mmap
@@ -11,9 +11,9 @@ import numpy as np
 
 
 class PoolMemory:
-    """Anonymous memory, in huge pages if the system allows; every page is touched.
+    """Anonymous memory, in huge pages if the system allows. Every page is written once.
 
-    `array` is [num_bytes] uint8; `blocks` shows it as [num_blocks, block_bytes].
+    `array` is [num_bytes] uint8; `blocks` is a view of it, [num_blocks, block_bytes].
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -24,17 +24,19 @@ class PoolMemory:
 
     @property
     def address(self) -> int:
-        """The address of its first byte."""
+        """Returns the address of the first byte."""
         return int(self.array.ctypes.data)
 
     def blocks(self, block_bytes: int) -> Any:
-        """The whole blocks that fit, as rows."""
+        """Returns the whole blocks that fit, as rows."""
         num_blocks = len(self.array) // block_bytes
         return self.array[: num_blocks * block_bytes].reshape(num_blocks, block_bytes)
 
 
 def fill(array: Any, seed: int) -> None:
-    """Random bytes everywhere: no two blocks are alike, and none like one of another seed."""
+    """Fills the memory with random bytes: all blocks differ from each other and from blocks of
+    another seed.
+    """
     flat = array.reshape(-1)
     rng = np.random.Generator(np.random.SFC64(seed))
     flat[:] = np.frombuffer(rng.bytes(flat.nbytes), np.uint8)
@@ -49,24 +51,24 @@ def digest(rows: Any, blocks: list[int]) -> str:
 
 
 class TransferEnd:
-    """One end of a transfer, with the commands that nearly all movers answer alike."""
+    """One end of a transfer, with the commands that are the same for nearly all movers."""
 
     def __init__(self) -> None:
-        self.memory: Any = None  # PoolMemory, once it is open
+        self.memory: Any = None  # PoolMemory, after the end has been opened
 
     def rows(self, end: str, block_bytes: int) -> Any:
-        """The blocks of the `source` or the `sink`, [num_blocks, block_bytes] uint8."""
+        """Returns the blocks of the `source` or the `sink`, [num_blocks, block_bytes] uint8."""
         return self.memory.blocks(block_bytes)
 
     def offer(self, block_bytes: int, pulls: list[list[int]], way: str) -> dict[str, object]:
-        """Prepares the source for these pulls: here there is nothing to do."""
+        """Prepares the source for these pulls. By default, nothing needs to be prepared."""
         return {"offers": [None] * len(pulls)}
 
     def digest(self, end: str, block_bytes: int, blocks: list[int]) -> dict[str, object]:
-        """Hashes these blocks of one end, in this order."""
+        """Hashes these blocks of the source or the sink, in this order."""
         return {"digest": digest(self.rows(end, block_bytes), blocks)}
 
     def wipe(self, block_bytes: int, blocks: list[int]) -> dict[str, object]:
-        """Zeros these blocks of the sink."""
+        """Sets these blocks of the sink to zero."""
         self.rows("sink", block_bytes)[blocks] = 0
         return {}

@@ -1,12 +1,12 @@
 """llama.cpp through llama-cpp-python's low-level binding, in f32 or q8_0. Driven by `driver.py`.
 
-The checkpoint is written as GGUF into a temporary folder, without a vocabulary: tokens are ids.
-q8_0 quantises matrices like llama.cpp's own `quantize` by default: all of them, with the embedding
-and the output matrix.
+The checkpoint is written as GGUF into a temporary folder, without a vocabulary, because tokens are
+ids. In q8_0 all matrices are quantised, including the embedding and the output matrix, which is the
+default of llama.cpp's own `quantize`.
 
-Settings are llama.cpp's defaults (its KV cache is f16), except for one context of all sequences in
-one unified KV cache, as its server has. Long prompts are a batch each. They are computed as
-micro-batches of 512 tokens that attend to one sequence alone.
+Settings are llama.cpp's defaults (the KV cache is f16), with one exception: all sequences are in
+one context with one unified KV cache, as in llama.cpp's server. Each long prompt is a batch of its
+own. It is computed in micro-batches of 512 tokens, which attend to this prompt only.
 """
 
 import argparse
@@ -45,7 +45,7 @@ NAMES = {
 
 
 def write_gguf(checkpoint: Path, path: Path, variant: str) -> None:
-    """Writes the checkpoint as GGUF. Raises ValueError unless it is a plain Llama."""
+    """Writes the checkpoint as GGUF. Raises ValueError if the model is not a plain Llama."""
     config = json.loads((checkpoint / "config.json").read_text())
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if config["model_type"] != "llama" or rope.get("rope_type", "default") != "default":
@@ -85,7 +85,9 @@ def write_gguf(checkpoint: Path, path: Path, variant: str) -> None:
 
 
 def _tensors(checkpoint: Path) -> Iterator[tuple[str, Any]]:
-    """Names and values (fp32) of all tensors. numpy has no bf16, so the files are read here."""
+    """Yields names and values (fp32) of all tensors. numpy has no bf16, so the files are parsed
+    here.
+    """
     for file in sorted(checkpoint.glob("*.safetensors")):
         data = np.memmap(file, mode="r")
         (header_bytes,) = struct.unpack("<Q", data[:8].tobytes())
@@ -108,14 +110,16 @@ def _gguf_name(name: str) -> str:
 
 
 def _interleaved(values: Any, heads: int) -> Any:
-    """Rows of each head, halves [a b] to pairs [a0 b0 a1 b1 …]: how llama.cpp rotates."""
+    """Reorders the rows of each head from halves [a b] to pairs [a0 b0 a1 b1 …], which llama.cpp
+    rotates.
+    """
     rows = values.shape[0]
     halves = values.reshape(heads, 2, rows // heads // 2, -1)
     return halves.swapaxes(1, 2).reshape(values.shape)
 
 
 class LlamaCpp:
-    """One model with one context."""
+    """One model with one context for all sequences."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.facts = {"version": llama_cpp.__version__}
@@ -131,7 +135,7 @@ class LlamaCpp:
         self._batch = llama_cpp.llama_batch_init(BATCH_TOKENS, 0, 1)
 
     def generate(self, prompts: Prompts, num_steps: int) -> dict[str, object]:
-        """Prompts, then one batch with a token of each sequence per step."""
+        """Computes the prompts, then one batch per step with a token of each sequence."""
         llama_cpp.llama_memory_clear(self._memory, True)  # noqa: FBT003
         watch = Stopwatch()
         answers = [[token] for token in self._prefill(prompts)]
@@ -155,7 +159,9 @@ class LlamaCpp:
         return [token for row in rows for token in self._decode([row])]
 
     def _decode(self, rows: list[tuple[int, int, list[int]]]) -> list[int]:
-        """Computes (sequence, first position, tokens) of each row: the most likely next tokens."""
+        """Computes rows of (sequence, first position, tokens). Returns the most likely next token
+        of each row.
+        """
         batch = self._batch
         last = []
         i = 0
@@ -182,7 +188,7 @@ class LlamaCpp:
 def _loaded(path: Path) -> Any:
     parameters = llama_cpp.llama_model_default_params()
     parameters.n_gpu_layers = 0
-    parameters.use_mmap = False  # the file is temporary
+    parameters.use_mmap = False  # the file is temporary, so the weights are copied to memory
     model = llama_cpp.llama_model_load_from_file(str(path).encode(), parameters)
     if not model:
         raise RuntimeError("llama.cpp cannot load the model")
@@ -205,11 +211,11 @@ def _context(model: Any, options: argparse.Namespace) -> Any:
 
 @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
 def _unsaid(level: int, text: bytes, data: ctypes.c_void_p) -> None:
-    """Discards llama.cpp's log. The name keeps it from being freed."""
+    """Discards llama.cpp's log. A global name keeps the callback from being freed."""
 
 
 def load(options: argparse.Namespace) -> LlamaCpp:
-    """The model, converted and loaded."""
+    """Converts and loads the model. Returns the engine."""
     if options.variant not in TYPES:
         raise ValueError(f"no variant {options.variant}")
     llama_cpp.llama_log_set(_unsaid, ctypes.c_void_p(0))

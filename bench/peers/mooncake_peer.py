@@ -2,8 +2,8 @@
 
     PYTHON bench/peers/mooncake_peer.py
 
-Memory is registered once. A pull is a `batch_transfer_sync_read` of the wanted blocks, in calls of
-at most 1,024 descriptors: a call with 4,096 fails.
+Memory is registered once. A pull is a `batch_transfer_sync_read` of the requested blocks, in calls
+of at most 1,024 descriptors, because a call with 4,096 fails.
 """
 
 import os
@@ -21,7 +21,7 @@ MAX_DESCRIPTORS = 1024
 
 
 class Mooncake(TransferEnd):  # type: ignore[misc]
-    """One end of a transfer."""
+    """One end of a transfer: the source or the sink."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Mooncake(TransferEnd):  # type: ignore[misc]
         self.facts: dict[str, object] = {"version": _version(), "ways": [""]}
 
     def open_source(self, pool_bytes: int, block_sizes: list[int]) -> dict[str, object]:
-        """Registers memory full of random bytes."""
+        """Allocates memory, fills it with random bytes, and registers it."""
         self._open(pool_bytes)
         fill(self.memory.array, SOURCE_SEED)
         target = f"{HOST}:{self._engine.get_rpc_port()}"
@@ -43,7 +43,7 @@ class Mooncake(TransferEnd):  # type: ignore[misc]
     def open_sink(
         self, pool_bytes: int, block_sizes: list[int], source: dict[str, Any]
     ) -> dict[str, object]:
-        """Registers memory."""
+        """Allocates and registers memory."""
         self._open(pool_bytes)
         self._target, self._address = source["target"], source["address"]
         return {}
@@ -51,7 +51,7 @@ class Mooncake(TransferEnd):  # type: ignore[misc]
     def pull(
         self, block_bytes: int, pulls: list[list[list[int]]], offers: list[None], way: str
     ) -> dict[str, object]:
-        """Reads the blocks of each pull; addresses are computed before the clock starts."""
+        """Reads the blocks of each pull. Addresses are computed before the clock starts."""
         return {"seconds": [self._read(block_bytes, there, here) for there, here in pulls]}
 
     def _open(self, pool_bytes: int) -> None:
@@ -85,10 +85,10 @@ def _version() -> str:
 
 
 def main() -> None:
-    """Answers commands until they end."""
+    """Answers commands until standard input is closed."""
     out = stdout_for_answers()
     drive(Mooncake, sys.stdin, out)
-    os._exit(0)  # its threads may outlive the interpreter
+    os._exit(0)  # ends at once, because the engine's threads may outlive the interpreter
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
-"""Bare NIXL over UCX, for `baton bench kv`: the best that its backend can reach.
+"""Bare NIXL over UCX, for `baton bench kv`: the limit of Baton's `nixl` backend.
 
     PYTHON bench/peers/nixl_peer.py
 
-Descriptors of all blocks are prepared once on both sides. A pull is one READ of the wanted blocks,
-with a notification for the source. Its time includes making the request, as a puller of other
-blocks each time has to make it. Agents have no progress thread, which would spin a core: the sink
-polls while it waits, the source while it has unread offers.
+Descriptors of all blocks are prepared once on both sides. A pull is one READ of the requested
+blocks, with a notification for the source. The time of a pull includes creating the request,
+because each pull has other blocks. Agents have no progress thread, since that thread would use a
+whole core. The sink polls while it waits, and the source polls while it has unread offers.
 
-Ways are UCX's modes of handling errors: `peer`, its default, and `none`, which may use more paths.
+The ways are UCX's modes of error handling: `peer`, which is the default, and `none`, which may use
+more transports.
 """
 
 import os
@@ -30,7 +31,7 @@ TIMEOUT_S = 30.0
 
 
 class Agent:
-    """One agent in one mode, with registered and described memory."""
+    """A NIXL agent in one mode of error handling, with registered memory and its descriptors."""
 
     def __init__(self, nixl: Any, name: str, way: str, memory: PoolMemory) -> None:
         config = nixl.nixl_agent_config(backends=[], enable_prog_thread=False)
@@ -42,12 +43,12 @@ class Agent:
         self._prepared: dict[int, tuple[Any, Any]] = {}
 
     def describe(self) -> dict[str, object]:
-        """Returns what the other end needs to read."""
+        """Returns the metadata that the other end needs for reading."""
         metadata = self._agent.get_agent_metadata()
         return {"metadata": metadata.hex(), "address": self._memory.address}
 
     def connect(self, source: dict[str, Any], block_sizes: list[int]) -> None:
-        """Prepares descriptors of all blocks here and there."""
+        """Prepares the descriptors of all blocks on both ends."""
         remote = self._agent.add_remote_agent(bytes.fromhex(source["metadata"]))
         self._agent.make_connection(remote)
         for size in block_sizes:
@@ -57,7 +58,7 @@ class Agent:
             )
 
     def read(self, block_bytes: int, source_blocks: list[int], blocks: list[int]) -> float:
-        """Carries out one READ; returns its seconds."""
+        """Carries out one READ. Returns its seconds."""
         local, remote = self._prepared[block_bytes]
         here, there = np.array(blocks, np.int32), np.array(source_blocks, np.int32)
         begin_s = time.perf_counter()
@@ -72,7 +73,7 @@ class Agent:
         return seconds
 
     def drive_reads(self, num_reads: int) -> None:
-        """Drives UCX until that many reads were notified."""
+        """Polls UCX until the sink has notified this number of reads."""
         end_s = time.perf_counter() + TIMEOUT_S
         while num_reads > 0 and time.perf_counter() < end_s:
             num_reads -= sum(map(len, self._agent.get_new_notifs().values()))
@@ -81,12 +82,12 @@ class Agent:
         num_blocks = len(self._memory.array) // block_bytes
         blocks = np.empty((num_blocks, 3), np.uint64)
         blocks[:, 0] = address + np.arange(num_blocks, dtype=np.uint64) * np.uint64(block_bytes)
-        blocks[:, 1:] = block_bytes, 0  # and the device
+        blocks[:, 1:] = block_bytes, 0  # offset 1 is the length, offset 2 the device
         return self._agent.prep_xfer_dlist(agent, blocks, "DRAM")
 
 
 class Nixl(TransferEnd):  # type: ignore[misc]
-    """One end of a transfer."""
+    """One end of a transfer: the source or the sink."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +97,7 @@ class Nixl(TransferEnd):  # type: ignore[misc]
         self.facts: dict[str, object] = {"version": version(package), "ways": list(WAYS)}
 
     def open_source(self, pool_bytes: int, block_sizes: list[int]) -> dict[str, object]:
-        """Registers memory full of random bytes."""
+        """Allocates memory, fills it with random bytes, and registers it."""
         self._open("source", pool_bytes)
         fill(self.memory.array, SOURCE_SEED)
         return {"source": {way: agent.describe() for way, agent in self._agents.items()}}
@@ -104,14 +105,14 @@ class Nixl(TransferEnd):  # type: ignore[misc]
     def open_sink(
         self, pool_bytes: int, block_sizes: list[int], source: dict[str, Any]
     ) -> dict[str, object]:
-        """Registers memory and prepares all descriptors."""
+        """Allocates and registers memory, and prepares all descriptors."""
         self._open("sink", pool_bytes)
         for way, agent in self._agents.items():
             agent.connect(source[way], block_sizes)
         return {}
 
     def offer(self, block_bytes: int, pulls: list[list[int]], way: str) -> dict[str, object]:
-        """Drives UCX until all pulls were made."""
+        """Polls UCX until the sink has carried out all pulls."""
         target = self._agents[way].drive_reads
         threading.Thread(target=target, args=(len(pulls),), daemon=True).start()
         return {"offers": [None] * len(pulls)}
@@ -129,10 +130,10 @@ class Nixl(TransferEnd):  # type: ignore[misc]
 
 
 def main() -> None:
-    """Answers commands until they end."""
+    """Answers commands until standard input is closed."""
     out = stdout_for_answers()
     drive(Nixl, sys.stdin, out)
-    os._exit(0)  # UCX's clean-up may wait for an end that is gone
+    os._exit(0)  # ends at once, because UCX's clean-up may wait for a peer that has ended
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""transformers: `generate` with scaled dot product attention, in fp32. Driven by `driver.py`."""
+"""transformers with `generate` and scaled dot product attention, in fp32. Driven by `driver.py`."""
 
 import argparse
 import os
@@ -13,14 +13,16 @@ from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteri
 
 
 class TokenStamps(StoppingCriteria):  # type: ignore[misc]
-    """Takes the time after each token. It never stops generation."""
+    """A stopping criterion that records the time after each token and never stops generation."""
 
     def __init__(self) -> None:
         self.watch = Stopwatch()
         self._is_first = True
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        """Never stops generation: False for each sequence, [num_sequences]."""
+        """Records the time. Returns False for each sequence, [num_sequences], so generation
+        continues.
+        """
         if self._is_first:
             self.watch.stamp_first()
         else:
@@ -30,7 +32,7 @@ class TokenStamps(StoppingCriteria):  # type: ignore[misc]
 
 
 class Transformers:
-    """One model."""
+    """One model, driven with `generate`."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.facts = {"version": transformers.__version__}
@@ -40,7 +42,7 @@ class Transformers:
         ).eval()
 
     def generate(self, prompts: Prompts, num_steps: int) -> dict[str, object]:
-        """Prompts are of one length: nothing is padded."""
+        """Answers the prompts. All must have the same length, so no prompt is padded."""
         ids = torch.tensor(prompts)
         stamps = TokenStamps()
         with torch.inference_mode():
@@ -58,7 +60,7 @@ class Transformers:
 
 
 def load(options: argparse.Namespace) -> Transformers:
-    """The model, loaded."""
+    """Loads the model and returns the engine."""
     if options.variant != "f32":
         raise ValueError(f"no variant {options.variant}")
     return Transformers(options)

@@ -1,12 +1,13 @@
-"""The least that a server in Python can do for a stream: `python bench/peers/uvloop_server.py WAY`.
+"""A minimal server of streams in Python: `python bench/peers/uvloop_server.py WAY`.
 
-It writes the frames that a gateway writes, one write a token, and knows no HTTP beyond what its one
-client sends. With `tasks` a coroutine for each stream sleeps from token to token, as such a server
-is usually written. With `ticks` one timer writes to all streams: only the writes are left, and no
-server does with less.
+It writes the same frames as a gateway, with one write per token. It parses only the HTTP that its
+one client sends. With WAY `tasks`, each stream has a coroutine that sleeps between tokens, as in
+most such servers. With WAY `ticks`, one timer writes to all streams. Then only the writes cost
+time, which no server can avoid.
 
-The body says how much: `max_tokens`, and in `user` the seconds from token to token. It runs without
-Baton, announces its address in the protocol of `driver.py`, and ends with its standard input.
+The body of a request has `max_tokens`, and in `user` the seconds between tokens. The server runs
+without Baton. It announces its address in the protocol of `driver.py`, and ends when its standard
+input is closed.
 """
 
 import asyncio
@@ -31,7 +32,7 @@ HEAD = (
 
 
 def chunk(data: bytes) -> bytes:
-    """HTTP/1.1's chunked coding."""
+    """Returns the data as a chunk in HTTP/1.1's chunked coding."""
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
@@ -40,7 +41,9 @@ DONE = chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
 
 
 class Ticker:
-    """Streams by when their next token is due: [transport, tokens left, steps, due step]."""
+    """The streams by the time of their next token. A stream is [transport, tokens left, steps, due
+    step].
+    """
 
     def __init__(self) -> None:
         self.streams: list[list[Any]] = []
@@ -52,7 +55,7 @@ class Ticker:
         self.streams.append([transport, num_left, steps, self._num_steps + steps])
 
     async def run(self) -> None:
-        """Writes to all that are due, for ever."""
+        """Writes a token to each stream that is due, for ever."""
         due_s = time.perf_counter()
         while True:
             due_s = max(due_s + TICK_S, time.perf_counter())
@@ -68,25 +71,25 @@ class Ticker:
 
 
 class BareConnection(asyncio.Protocol):
-    """One client's connection."""
+    """The connection of one client."""
 
     def __init__(self, ticker: "Ticker | None") -> None:
         self._ticker = ticker
         self._received = b""
 
     def connection_made(self, transport: Any) -> None:
-        """A client."""
+        """Stores the transport of a new client."""
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        """A request, or a part of one."""
+        """Handles a request, or waits for the rest of it."""
         self._received += data
         head, found, body = self._received.partition(b"\r\n\r\n")
         length = head.lower().partition(b"content-length:")[2].partition(b"\r\n")[0]
         if not found or len(body) < int(length or 0):
             return
         self._received = b""
-        if not length:  # a probe
+        if not length:  # a request without a body tests whether the server is ready
             self._transport.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
             return
         self._begin(json.loads(body))
@@ -111,7 +114,7 @@ class BareConnection(asyncio.Protocol):
 
 
 async def main() -> None:
-    """Serves until standard input ends."""
+    """Serves requests until standard input is closed."""
     loop = asyncio.get_running_loop()
     ticker = Ticker() if sys.argv[1] == "ticks" else None
     server = await loop.create_server(lambda: BareConnection(ticker), "127.0.0.1", 0)

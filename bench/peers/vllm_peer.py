@@ -1,17 +1,17 @@
-"""vLLM without its prefix cache. Driven by `driver.py`. Variants:
+"""vLLM without prefix cache, driven by `driver.py`. Variants:
 
     f32           the checkpoint's weights, on CPUs
-    w8a8          int8 weights with a scale for each output, and activations rounded to int8 token
+    w8a8          int8 weights with a scale for each output, and activations in int8, scaled token
                   by token, on CPUs
     bf16-dummy    weights that need no checkpoint, on a GPU; `--checkpoint` has config.json only
 
-The checkpoint in W8A8 is written into a temporary folder, in the format of compressed-tensors. As
-is usual, embedding and output matrix stay as they are. All else is in bf16 if the processor
-multiplies bf16, else in fp32.
+The checkpoint in W8A8 is written into a temporary folder, in the format of compressed-tensors.
+Embedding and output matrix are not quantised, which is usual. All other computation is in bf16 if
+the processor multiplies bf16, else in fp32.
 
-The engine runs in this process, where all requests are there before the first step. The usual
-engine, in a process of its own, starts while they still come. Detokenising is off, as with all
-engines.
+The engine runs in this process, so that it has all requests before its first step. vLLM's default
+is an engine process, which would start while requests still arrive. Detokenising is off, like in
+all engines.
 """
 
 import argparse
@@ -24,14 +24,14 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # KV memory in GiB
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 from driver import Prompts, Stopwatch  # type: ignore[import-not-found]
 
 
 def write_w8a8(checkpoint: Path, folder: Path) -> None:
-    """Writes the checkpoint with int8 matrices in all layers."""
+    """Writes the checkpoint with int8 matrices in all layers. Other weights are unchanged."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -79,7 +79,7 @@ def _multiplies_bf16() -> bool:
 
 
 class Vllm:
-    """One engine."""
+    """One vLLM engine."""
 
     def __init__(self, options: argparse.Namespace, checkpoint: Path, dtype: str) -> None:
         import vllm  # type: ignore[import-not-found]
@@ -90,7 +90,7 @@ class Vllm:
             str(checkpoint),
             dtype=dtype,
             load_format="dummy" if is_dummy else "auto",
-            enforce_eager=False,  # compiled is faster, though it loads a minute longer
+            enforce_eager=False,  # compiled code is faster, but takes a minute longer to load
             max_model_len=options.max_len,
             max_num_seqs=options.max_sequences,
             max_num_batched_tokens=8192 if is_dummy else max(4096, options.max_len),
@@ -102,7 +102,7 @@ class Vllm:
         self._num_requests = 0
 
     def generate(self, prompts: Prompts, num_steps: int) -> dict[str, object]:
-        """All requests are added, then the engine steps until it has no more to do."""
+        """Adds all requests, then runs steps until all answers are complete."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(
@@ -126,9 +126,9 @@ class Vllm:
         return answer
 
     def decode(self, prompts: Prompts, num_steps: int) -> dict[str, object]:
-        """Times steps in which every sequence gets a token, and drops the sequences.
+        """Times steps in which every sequence gets a token, then aborts the sequences.
 
-        While later prompts are still computed, the first sequences go on already.
+        The first sequences already decode while later prompts are computed.
         """
         from vllm import SamplingParams
 
@@ -157,7 +157,7 @@ class Vllm:
 
 
 def load(options: argparse.Namespace) -> Any:
-    """The engine, loaded."""
+    """Loads the model and returns the engine."""
     cores = sorted(os.sched_getaffinity(0))[: options.threads]
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
     dtypes = {"f32": "float32", "bf16-dummy": "bfloat16"}

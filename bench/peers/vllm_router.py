@@ -1,7 +1,7 @@
 """vLLM's router in front of a server of streams: `PYTHON bench/peers/vllm_router.py BACKEND_PORT`.
 
-The router is a child process of this one. This one only announces the router's address, in the
-protocol of `driver.py`, and ends it when standard input ends.
+The router is a child process of this process. This process only announces the router's address, in
+the protocol of `driver.py`, and ends the router when standard input is closed.
 """
 
 import importlib.metadata
@@ -15,13 +15,13 @@ START_TIMEOUT_S = 30.0
 
 
 def free_port() -> int:
-    """Returns a port on which no process listens now."""
+    """Returns a port on which no process listens at present."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
         return int(sock.getsockname()[1])
 
 
 def main() -> None:
-    """Runs the router until standard input ends."""
+    """Runs the router until standard input is closed."""
     port = free_port()
     options = {
         "--host": "127.0.0.1",
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def answers(port: int) -> bool:
-    """True if a process listens on this port."""
+    """Returns True if a process listens on this port."""
     try:
         with socket.create_connection(("127.0.0.1", port), timeout=1):
             return True

@@ -1,1 +1,1 @@
-"""How many GPUs a load needs: formulas, checked by simulation."""
+"""Computes how many GPUs a load needs, by formulas that simulation checks."""

@@ -1,6 +1,7 @@
-"""`baton plan`: the number of GPUs that a load needs. Parses, prints, writes.
+"""`baton plan`: the number of GPUs that a load needs. Parses options, prints, and writes the
+report.
 
-baton plan --model qwen3-32b --hardware h200 --rps 10 --input 4000 --output 300 \\
+baton plan --model qwen3-32b --hardware h200 --rps 10 --input 4000 --output 300 \
     --slo-ttft 2000 --slo-tpot 25 --prefix-hit 0.37
 """
 
@@ -116,7 +117,9 @@ def plan_command(  # noqa: PLR0913 (one parameter for each option is how typer d
 def _machine(
     model: str | None, hardware_name: str | None, usd: float | None
 ) -> tuple[DenseModel, Platform]:
-    """Returns model and hardware; a profile given for one implies the other."""
+    """Returns model and hardware. If only a profile or only a model is given, it determines the
+    other.
+    """
     if model in PROFILES and hardware_name is None:
         hardware_name = model
     name = hardware_name or "h200"

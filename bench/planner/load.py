@@ -1,7 +1,8 @@
-"""Formulas for a load: the fewest workers that it needs, and their utilisation.
+"""Formulas for the fewest workers that a load needs, and for the workers' utilisation.
 
 Lengths are log-normal around their means. `spread` is the deviation of their logarithm, σ, so that
-E[n²] = n²·e^σ² and the 90th percentile is n·e^(1.28σ - σ²/2). A share h of each prompt is cached.
+E[n²] = n²·e^σ² and the 90th percentile is n·e^(1.28σ - σ²/2). A share h of each prompt's tokens is
+cached.
 
     prefill   S = A·chunks + B·(1 - h)·n + C·(1 - h²)·E[n²]; k workers are busy for λ·S / k of the
               time; the wait is an M/G/k queue's after Sakasegawa and Allen-Cunneen, with its
@@ -12,12 +13,12 @@ E[n²] = n²·e^σ² and the 90th percentile is n·e^(1.28σ - σ²/2). A share 
     both      prompts take time from decoding: TPOT = D / (1 - λ·S' - λ·(o - 1)·(E + F·ctx)), where
               S' leaves out the fixed cost of a step
 
-The p90 of a pool's sequences must fit its memory, and TPOT stays a tenth below its bound. The
-result is only where the search by simulation starts: bursts, placement, pulls and chunks are left
-to that.
+The p90 of a pool's concurrent sequences must fit into its memory, and TPOT must be a tenth below
+its bound. The formulas leave out bursts, placement, pulls and chunks. So their result is only the
+start of a search by simulation.
 
-Sources: Sakasegawa, Annals of the Institute of Statistical Mathematics 29, 1977; Allen-Cunneen,
-in Allen, Probability, Statistics, and Queueing Theory, 2nd ed., 1990; Little, 1961.
+Sources: Sakasegawa, Annals of the Institute of Statistical Mathematics 29, 1977; Allen-Cunneen, in
+Allen, Probability, Statistics, and Queueing Theory, 2nd ed., 1990; Little, 1961.
 """
 
 import math
@@ -34,14 +35,14 @@ from bench.simulator.cluster import SimulatedPools
 from bench.simulator.traces import Trace, TraceRequest
 from engine.errors import ConfigError
 
-Z90 = 1.2816  # quantile of the normal distribution
-LONGEST = 4  # greatest length, as a multiple of the mean
+Z90 = 1.2816  # 90 % quantile of the normal distribution
+LONGEST = 4  # greatest length of a request, as a multiple of the mean
 TPOT_HEADROOM = 0.9
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedLoad:
-    """Requests/s and their lengths in tokens."""
+    """A load: requests/s, and their lengths in tokens."""
 
     rate_per_s: Annotated[float, typer.Option("--rps", help="Requests/s.")]
     input_tokens: Annotated[float, typer.Option("--input", help="Mean prompt tokens of a request.")]
@@ -68,68 +69,72 @@ class ExpectedLoad:
 
     @property
     def variance(self) -> float:
-        """Variance of a length, over its squared mean."""
+        """Returns the variance of a length, divided by its squared mean."""
         return math.exp(self.spread**2) - 1
 
     @property
     def input_p90(self) -> float:
-        """Prompt tokens that one request in ten exceeds."""
+        """Returns the prompt tokens that one request in ten exceeds."""
         return self.input_tokens * math.exp(Z90 * self.spread - self.spread**2 / 2)
 
     @property
     def context_tokens(self) -> float:
-        """Mean KV tokens of a running sequence, over time."""
+        """Returns the mean KV tokens of a running sequence, averaged over time."""
         return self.input_tokens + self.output_tokens * (1 + self.variance) / 2
 
     @property
     def longest_tokens(self) -> int:
-        """KV tokens of the longest request."""
+        """Returns the KV tokens of the longest request."""
         return math.ceil(LONGEST * (self.input_tokens + self.output_tokens))
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens of prompts and answers per second."""
+        """Returns the tokens of prompts and answers per second."""
         return self.rate_per_s * (self.input_tokens + self.output_tokens)
 
     @property
     def decoded_per_s(self) -> float:
-        """Decoded tokens per second: all but the first of each answer."""
+        """Returns the decoded tokens per second, which are all tokens of answers except the first
+        ones.
+        """
         return self.rate_per_s * max(self.output_tokens - 1, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class LatencyFloor:
-    """Latencies of one request alone, which more workers do not improve."""
+    """Latencies of one request on an idle worker, which more workers do not improve."""
 
-    ttft_s: float  # one prompt in ten exceeds it
+    ttft_s: float  # p90: one prompt in ten takes longer
     tpot_s: float
 
     def meets(self, slo: SloBounds) -> bool:
-        """True if one request alone meets both bounds."""
+        """Returns True if one request on an idle worker meets both bounds."""
         return slo.hold(self.ttft_s, self.tpot_s)
 
 
 @dataclass(frozen=True, slots=True)
 class PoolEstimate:
-    """Pools sized by formula. Shares of time and memory are per worker."""
+    """The sizes of pools by formula. Shares of time and memory are per worker."""
 
     pools: SimulatedPools
     prefill_busy: float
     ttft_p90_s: float
     tpot_s: float
-    running: float  # sequences of one worker that decodes
+    running: float  # mean number of running sequences of one decoding worker
     kv_used: float
 
 
 def floor_of(load: ExpectedLoad, worker: PlannedWorker) -> LatencyFloor:
-    """Returns the latencies of one request alone on this worker."""
+    """Returns the latencies of one request on an otherwise idle worker."""
     return LatencyFloor(_prefill_s(load, worker, load.input_p90), _step_s(load, worker))
 
 
 def disaggregated(
     load: ExpectedLoad, worker: PlannedWorker, slo: SloBounds, *, max_workers: int
 ) -> PoolEstimate | None:
-    """Returns the fewest prefill and decode workers; None if more than `max_workers`."""
+    """Returns the fewest prefill and decode workers; None if more than `max_workers` would be
+    needed.
+    """
     for prefill in range(1, max_workers):
         busy = load.rate_per_s * prefill_mean_s(load, worker) / prefill
         if busy < 1 and slo.hold(_ttft_p90_s(load, worker, prefill), None):
@@ -146,7 +151,7 @@ def disaggregated(
 def colocated(
     load: ExpectedLoad, worker: PlannedWorker, slo: SloBounds, *, max_workers: int
 ) -> PoolEstimate | None:
-    """Returns the fewest mixed workers; None if more than `max_workers`."""
+    """Returns the fewest mixed workers; None if more than `max_workers` would be needed."""
     for mixed in range(1, max_workers + 1):
         found = _estimate(load, worker, SimulatedPools(mixed=mixed))
         if _fits(found, worker, slo) and slo.hold(found.ttft_p90_s, None):
@@ -155,7 +160,7 @@ def colocated(
 
 
 def prefill_mean_s(load: ExpectedLoad, worker: PlannedWorker) -> float:
-    """Returns the mean seconds of a worker for one prompt."""
+    """Returns the mean seconds that a worker needs for one prompt."""
     cost, hit = worker.hardware.prefill, load.prefix_hit
     new = load.input_tokens * (1 - hit)
     chunks = max(new / worker.hardware.chunk_tokens, 1.0)
@@ -164,14 +169,14 @@ def prefill_mean_s(load: ExpectedLoad, worker: PlannedWorker) -> float:
 
 
 def _prefill_s(load: ExpectedLoad, worker: PlannedWorker, input_tokens: float) -> float:
-    """Returns the seconds of a prompt of this length."""
+    """Returns the seconds that a worker needs for a prompt of this length."""
     cost, cached = worker.hardware.prefill, input_tokens * load.prefix_hit
     squares = input_tokens**2 - cached**2
     return cost.fixed_s + cost.token_s * (input_tokens - cached) + cost.square_s * squares
 
 
 def _step_s(load: ExpectedLoad, worker: PlannedWorker) -> float:
-    """Returns the seconds of a step with one sequence."""
+    """Returns the seconds of a decode step with one sequence."""
     cost = worker.hardware.decode
     return cost.fixed_s + cost.row_s + cost.context_s * load.context_tokens
 
@@ -187,7 +192,7 @@ def _estimate(load: ExpectedLoad, worker: PlannedWorker, pools: SimulatedPools) 
     alone_s = _step_s(load, worker)
     tpot_s = max(decode.fixed_s / idle, alone_s) if idle > 0 else math.inf
     running = load.decoded_per_s / decoding * tpot_s
-    wait_s = tpot_s if pools.mixed else 0.0  # the wait for the running step
+    wait_s = tpot_s if pools.mixed else 0.0  # a prompt waits for the end of the running step
     return PoolEstimate(
         pools=pools,
         prefill_busy=prefill_busy,
@@ -199,17 +204,20 @@ def _estimate(load: ExpectedLoad, worker: PlannedWorker, pools: SimulatedPools) 
 
 
 def _beside_decoding_s(load: ExpectedLoad, worker: PlannedWorker) -> float:
-    """Returns the seconds that a prompt adds to decode steps."""
+    """Returns the seconds by which a prompt lengthens decode steps on the same worker."""
     hardware = worker.hardware
     saved_s = min(hardware.prefill.fixed_s, hardware.decode.fixed_s)
     return max(prefill_mean_s(load, worker) - saved_s, 0.0)
 
 
 def _fits(found: PoolEstimate, worker: PlannedWorker, slo: SloBounds) -> bool:
-    """True if TPOT and memory have headroom; the number in flight is Poisson."""
+    """Returns True if TPOT and memory have headroom. The number of running sequences is taken as
+    Poisson.
+    """
     if not slo.hold(None, found.tpot_s) or not math.isfinite(found.running):
         return False
-    alone = found.running < 1  # a worker has less than one sequence, so more workers would not help
+    # a worker has less than one sequence on average, so more workers would not help
+    alone = found.running < 1
     if not alone and not slo.hold(None, found.tpot_s / TPOT_HEADROOM):
         return False
     many = found.running + Z90 * math.sqrt(found.running)
@@ -218,7 +226,7 @@ def _fits(found: PoolEstimate, worker: PlannedWorker, slo: SloBounds) -> bool:
 
 
 def _ttft_p90_s(load: ExpectedLoad, worker: PlannedWorker, num_workers: int) -> float:
-    """Returns the p90 of wait plus prompt time, at least one lone request's."""
+    """Returns the p90 of wait plus prompt time, which is at least the p90 of a single request."""
     service_s = prefill_mean_s(load, worker)
     busy = load.rate_per_s * service_s / num_workers
     if busy >= 1:
@@ -228,8 +236,10 @@ def _ttft_p90_s(load: ExpectedLoad, worker: PlannedWorker, num_workers: int) -> 
 
 
 def wait_p90_s(service_s: float, busy: float, num_workers: int, variance: float) -> float:
-    """Seconds in an M/G/k queue that one in ten exceeds; `variance` in squares of `service_s`."""
-    waits = busy ** (math.sqrt(2 * (num_workers + 1)) - 1)  # probability of waiting
+    """Returns the wait in an M/G/k queue that one request in ten exceeds. `variance` is in squares
+    of `service_s`.
+    """
+    waits = busy ** (math.sqrt(2 * (num_workers + 1)) - 1)  # probability that a request waits
     if waits <= 0.1:
         return 0.0
     mean_s = service_s * (1 + variance) / (2 * num_workers * (1 - busy))  # mean wait
@@ -248,7 +258,7 @@ COLD_SHARE = 8  # one request in COLD_SHARE is the first of its conversation
 
 
 def workload(load: ExpectedLoad, *, num_requests: int, block_tokens: int, rng: Random) -> Trace:
-    """Returns a trace of `num_requests` requests."""
+    """Returns a synthetic trace of `num_requests` requests."""
     inputs = _lengths(load.input_tokens, load.spread, num_requests, rng)
     outputs = _lengths(load.output_tokens, load.spread, num_requests, rng)
     num_chains = num_conversations(load, num_requests)
@@ -271,7 +281,7 @@ def workload(load: ExpectedLoad, *, num_requests: int, block_tokens: int, rng: R
 
 
 def num_conversations(load: ExpectedLoad, num_requests: int) -> int:
-    """Returns the number of conversations of a trace. Short traces have few conversations, whose
+    """Returns the number of conversations of a trace. A short trace has few conversations, so their
     turns follow each other sooner.
     """
     return max(1, min(round(load.pause_s * load.rate_per_s), num_requests // COLD_SHARE))
@@ -279,7 +289,7 @@ def num_conversations(load: ExpectedLoad, num_requests: int) -> int:
 
 def _lengths(mean: float, spread: float, num: int, rng: Random) -> list[int]:
     drawn = [math.exp(rng.gauss(0.0, spread)) for _ in range(num)]
-    for _ in range(2):  # the excess of the longest prompts is spread over the others
+    for _ in range(2):  # the excess of the longest prompts is distributed to the others
         scale = mean * num / math.fsum(drawn)
         drawn = [min(length * scale, LONGEST * mean) for length in drawn]
     return [max(round(length), 1) for length in drawn]

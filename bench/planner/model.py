@@ -1,18 +1,18 @@
-"""Weights and KV of a dense decoder in bytes, from its config.json. Needs no torch.
+"""Computes the bytes of a dense decoder's weights and KV from its config.json. Needs no torch.
 
 With L layers of hidden size d, h query heads and h_kv KV heads of d_h, an MLP of three matrices of
 f, and a vocabulary of V:
 
     layers     L·(2·d·h·d_h + 2·d·h_kv·d_h + 3·d·f)
     head       V·d, read by every step
-    embedding  V·d, looked up; the head itself where the two are tied
-    KV         2·L·h_kv·d_h elements a token, and scales where the format has them (`engine.layout`)
+    embedding  V·d, only looked up; if tied, head and embedding are one matrix
+    KV         2·L·h_kv·d_h elements per token, and the scales of the format (`engine.layout`)
 
-Left out: norms and biases, which are a thousandth. Formats of 8 bits hold the layers' matrices; the
-head and the embedding stay in bf16, as most quantised checkpoints have them.
+Norms and biases are left out, because they are only a thousandth. 8-bit formats apply to the
+layers' matrices. Head and embedding stay in bf16, like in most quantised checkpoints.
 
-Mixtures of experts and MLA are errors, since their KV differs. Sliding windows count as the whole
-context, which overestimates them.
+Models with experts or MLA raise errors, since the formulas do not fit them. Sliding windows count
+as the whole context, which overestimates their KV.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ from engine.errors import CheckpointError, ConfigError
 from engine.layout import KVFormat, KVLayout, KVSection
 
 BF16_BYTES = 2
-LAYER_BYTES = {  # bytes for one weight
+LAYER_BYTES = {  # bytes of one weight, by format
     WeightFormat.BF16: BF16_BYTES,
     WeightFormat.FP8: 1,
     WeightFormat.INT8: 1,
@@ -38,7 +38,7 @@ _MLA_KEY = "kv_lora_rank"
 
 @dataclass(frozen=True, slots=True)
 class DenseModel:
-    """The shape of a dense decoder with a gated MLP."""
+    """The sizes of a dense decoder with a gated MLP."""
 
     name: str
     layers: int
@@ -53,22 +53,22 @@ class DenseModel:
 
     @property
     def layer_weights(self) -> int:
-        """Weights in the matrices of all layers."""
+        """Returns the number of weights in the matrices of all layers."""
         attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
         return self.layers * (attention + 3 * self.hidden * self.ffn)
 
     @property
     def head_weights(self) -> int:
-        """Weights in the output matrix."""
+        """Returns the number of weights in the output matrix."""
         return self.vocab * self.hidden
 
     @property
     def num_weights(self) -> int:
-        """Weights in all matrices, each counted once."""
+        """Returns the number of weights in all matrices. A tied matrix counts once."""
         return self.layer_weights + self.head_weights * (1 if self.tied else 2)
 
     def read_bytes(self, weights: WeightFormat) -> int:
-        """Returns the bytes that a step reads: all matrices but the embedding."""
+        """Returns the bytes that a step reads: all matrices except the embedding."""
         return self.layer_weights * LAYER_BYTES[weights] + self.head_weights * BF16_BYTES
 
     def held_bytes(self, weights: WeightFormat) -> int:
@@ -77,13 +77,16 @@ class DenseModel:
         return self.read_bytes(weights) + embedding
 
     def kv_layout(self, kv_format: KVFormat, *, block_size: int, ranks: int = 1) -> KVLayout:
-        """Returns the KV layout of all ranks; with more ranks than KV heads, heads are repeated."""
+        """Returns the KV layout of all ranks. If there are more ranks than KV heads, heads are
+        repeated.
+        """
         section = KVSection(self.layers, max(self.kv_heads, ranks), self.head_dim)
         return KVLayout(block_size, kv_format, (section,))
 
     def kv_token_bytes(self, kv_format: KVFormat) -> int:
-        """Returns the bytes of one token's KV, scales included."""
-        layout = self.kv_layout(kv_format, block_size=64)  # cache lines are full: no padding
+        """Returns the bytes of one token's KV, including scales."""
+        # blocks of this size fill whole cache lines, so there is no padding
+        layout = self.kv_layout(kv_format, block_size=64)
         return layout.block_bytes // layout.block_size
 
 
@@ -103,7 +106,7 @@ MODELS = {
 
 
 def model_named(name: str) -> DenseModel:
-    """Returns the model with this name, or in this directory. Raises ConfigError."""
+    """Returns the model with this name, or the model in this directory. Raises ConfigError."""
     if name in MODELS:
         return MODELS[name]
     path = Path(name)
@@ -113,7 +116,7 @@ def model_named(name: str) -> DenseModel:
 
 
 def read_model(directory: Path) -> DenseModel:
-    """Reads the shape in a directory's config.json. Raises CheckpointError."""
+    """Reads the sizes from a directory's config.json. Raises CheckpointError."""
     path = directory / "config.json"
     try:
         config = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
@@ -121,7 +124,7 @@ def read_model(directory: Path) -> DenseModel:
         raise CheckpointError(f"{path}: {error.strerror}") from error
     except msgspec.DecodeError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    text = config.get("text_config")  # a model that also sees has one
+    text = config.get("text_config")  # a multimodal model has its text model's sizes here
     return _model_of(path, text if isinstance(text, dict) else config)
 
 

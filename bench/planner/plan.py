@@ -1,9 +1,9 @@
-"""Plans capacity: the GPUs that a load needs, in which pools, and what each option saves.
+"""Plans capacity: the GPUs that a load needs, the pools, and the savings of each option.
 
-A formula decides the number of GPUs of a worker. Candidates hold the model and the longest request,
-and one request alone meets both bounds. The candidate with the fewest GPUs in all is taken. The
-number of workers is then found by simulation, unless that is turned off. The best plan is simulated
-again with stores of KV, if prompts share prefixes.
+First, formulas choose the number of GPUs per worker. A candidate has memory for the model and the
+longest request, and a single request meets both bounds. The candidate with the fewest GPUs in total
+is chosen. The number of workers is then found by simulation, unless simulation is turned off. If
+prompts share prefixes, the best plan is simulated again with KV stores.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,12 +28,12 @@ from engine.layout import KVFormat
 
 
 class CannotPlan(ConfigError):
-    """No plan meets the request; the message says why, and what is possible."""
+    """No plan meets the request. The message says why, and what is possible."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanInput:
-    """The request for a plan. Without `depth` nothing is simulated; nor stores without prices."""
+    """The request for a plan. Simulation needs `depth`, and stores also need prices."""
 
     model: DenseModel
     platform: Platform
@@ -47,7 +47,7 @@ class PlanInput:
 
 @dataclass(frozen=True, slots=True)
 class SizedPools:
-    """Enough workers of one kind."""
+    """Enough workers of one kind for the load, by formula and by simulation."""
 
     worker: PlannedWorker
     estimate: PoolEstimate
@@ -56,17 +56,17 @@ class SizedPools:
 
     @property
     def ranks(self) -> int:
-        """GPUs of each worker."""
+        """Returns the number of GPUs per worker."""
         return self.worker.hardware.gpus
 
     @property
     def gpus_by_formula(self) -> int:
-        """GPUs of all workers, by formula."""
+        """Returns the number of GPUs of all workers, by formula."""
         return self.estimate.pools.total * self.ranks
 
     @property
     def gpus(self) -> int:
-        """GPUs of all workers as simulated, or else by formula."""
+        """Returns the number of GPUs of all workers: by simulation, or else by formula."""
         if self.simulated is None:
             return self.gpus_by_formula
         return self.simulated.total.total * self.ranks
@@ -74,7 +74,7 @@ class SizedPools:
 
 @dataclass(frozen=True, slots=True)
 class SavingStep:
-    """One option on top of earlier ones; `saves` is a share of the GPUs, or None."""
+    """One option in addition to earlier options. `saves` is a share of the GPUs, or None."""
 
     label: str
     outcome: SizedPools | CannotPlan
@@ -84,7 +84,7 @@ class SavingStep:
 
 @dataclass(frozen=True, slots=True)
 class CapacityPlan:
-    """The plan with separate pools and with one, and the savings option by option."""
+    """Two plans, with separate pools and with one pool, and the savings of each option."""
 
     ask: PlanInput
     disaggregated: SizedPools | CannotPlan
@@ -94,12 +94,14 @@ class CapacityPlan:
 
     @property
     def can_serve(self) -> bool:
-        """True if there is a way at all."""
+        """Returns True if at least one plan meets the bounds."""
         return any(isinstance(one, SizedPools) for one in (self.disaggregated, self.colocated))
 
     @property
     def best(self) -> SizedPools:
-        """The way with the fewest GPUs; separate pools on a tie. Raises CannotPlan."""
+        """Returns the plan with the fewest GPUs; on a tie, the plan with separate pools. Raises
+        CannotPlan.
+        """
         found = [one for one in (self.disaggregated, self.colocated) if isinstance(one, SizedPools)]
         if not found:
             able = [step.label for step in self.steps if isinstance(step.outcome, SizedPools)]
@@ -109,7 +111,7 @@ class CapacityPlan:
 
 
 def plan_of(ask: PlanInput, *, steps: bool = True) -> CapacityPlan:
-    """Sizes separate pools and one pool and, with `steps`, all options."""
+    """Sizes separate pools and one pool. With `steps`, also sizes the plans for all options."""
     if ask.model.max_positions is not None:
         longest = ask.load.input_tokens + ask.load.output_tokens
         if longest > ask.model.max_positions:
@@ -127,7 +129,7 @@ def plan_of(ask: PlanInput, *, steps: bool = True) -> CapacityPlan:
 
 
 def _with_stores(plan: CapacityPlan) -> tuple[StoreOffer, ...]:
-    """Returns the best plan with stores of several sizes; nothing if they cannot help."""
+    """Returns the best plan with stores of several sizes. Returns nothing if stores cannot help."""
     ask = plan.ask
     if ask.store_prices is None or ask.depth is None or not ask.load.prefix_hit:
         return ()
@@ -145,13 +147,13 @@ def _with_stores(plan: CapacityPlan) -> tuple[StoreOffer, ...]:
 
 
 class _Sizes:
-    """Caches sizes, since the plan and its options share some."""
+    """Caches the sizes of pools, because the plan and its options have some in common."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[ModelOptions, float, bool], SizedPools | CannotPlan] = {}
 
     def of(self, ask: PlanInput, *, apart: bool) -> SizedPools | CannotPlan:
-        """Returns the size with separate pools, or with one pool for both roles."""
+        """Returns the sizes of separate pools, or of one pool for both roles."""
         key = (ask.options, ask.load.prefix_hit, apart)
         if key not in self._known:
             try:
@@ -162,7 +164,7 @@ class _Sizes:
 
 
 def size(ask: PlanInput, *, apart: bool) -> SizedPools:
-    """Returns pools with the fewest GPUs. Raises CannotPlan."""
+    """Returns the pools with the fewest GPUs. Raises CannotPlan."""
     estimates: list[tuple[PlannedWorker, PoolEstimate]] = []
     for worker in _able(ask, _fitting(ask)):
         most = ask.max_gpus // worker.hardware.gpus
@@ -181,7 +183,9 @@ def size(ask: PlanInput, *, apart: bool) -> SizedPools:
 
 
 def _fitting(ask: PlanInput) -> list[PlannedWorker]:
-    """Returns workers with room for the longest request, the smallest first. Raises CannotPlan."""
+    """Returns the workers that have memory for the longest request, the smallest first. Raises
+    CannotPlan.
+    """
     block_size = block_size_for(ask.load.input_tokens)
     found: list[PlannedWorker] = []
     for ranks in ask.platform.ranks():
@@ -200,7 +204,9 @@ def _fitting(ask: PlanInput) -> list[PlannedWorker]:
 
 
 def _able(ask: PlanInput, workers: list[PlannedWorker]) -> list[PlannedWorker]:
-    """Returns workers on which one request meets both bounds. Raises CannotPlan with the floor."""
+    """Returns the workers on which a single request meets both bounds. If there are none, raises
+    CannotPlan with the least latencies.
+    """
     floors = [(worker, floor_of(ask.load, worker)) for worker in workers]
     able = [worker for worker, floor in floors if floor.meets(ask.slo)]
     if able:
@@ -249,7 +255,9 @@ def _sized(
 
 
 def _steps(ask: PlanInput, sizes: _Sizes) -> Iterator[SavingStep]:
-    """Yields steps from bf16 in one pool without a cache; an option that adds GPUs is dropped."""
+    """Yields the steps of savings. They start from bf16 in one pool without a cache. An option that
+    adds GPUs is dropped.
+    """
     bare = replace(ask, options=ModelOptions(), load=replace(ask.load, prefix_hit=0.0))
     outcome = sizes.of(bare, apart=False)
     yield SavingStep("bf16, one pool, no cache", outcome, None, kept=True)
@@ -269,7 +277,7 @@ def _steps(ask: PlanInput, sizes: _Sizes) -> Iterator[SavingStep]:
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """One step: the changed options of the model, the load's prefix hits, separate pools."""
+    """The changes of one step: options of the model, prefix hits of the load, separate pools."""
 
     label: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -278,7 +286,7 @@ class _Change:
 
 
 def _changes(ask: PlanInput) -> Iterator[_Change]:
-    """Yields the steps in order; bf16 formats are tried in 8 bits."""
+    """Yields the changes in order. For bf16 formats, 8 bits are tried."""
     has_fp8 = ask.platform.gpu is None or ask.platform.gpu.has_fp8
     weights, kv_format = ask.options.weights, ask.options.kv_format
     if weights is WeightFormat.BF16:

@@ -1,10 +1,10 @@
-"""Prices and KV memory of one worker, for a model, GPUs and options.
+"""Computes the step prices and the KV memory of one worker, for a model, GPUs and options.
 
-The base is a worker in bf16 without any option: a measured profile (`bench.simulator.hardware`), or
-the roofline at 70 % of a GPU's peaks, to which tensor parallelism adds its all-reduces: two a
-layer, 2·(t - 1)/t · d elements in bf16 for each token over the link of each of t GPUs, and 10 µs
-each however small. An option multiplies the coefficients by what the roofline says that it
-changes, and nothing else is assumed of it:
+The base is a worker in bf16 without any option. Its prices are a measured profile
+(`bench.simulator.hardware`), or the roofline at 70 % of a GPU's peaks. With the roofline, tensor
+parallelism over t GPUs adds two all-reduces per layer. An all-reduce sends 2·(t - 1)/t · d bf16
+elements per token over each GPU's link, and takes 10 µs in addition. An option multiplies the
+coefficients by the change of the roofline, and has no other effect:
 
     weights in 8 bits   A, D by the bytes that a step reads; B, E by 1/2 where the GPU multiplies
                         8 bits twice as fast, else not at all
@@ -12,14 +12,14 @@ changes, and nothing else is assumed of it:
     speculation         D·(1 + k·c)/m, E·(k + 1)/m, F/m for k drafted tokens, of which a step's
                         verification keeps m - 1 on average; a draft token costs c of a step
 
-So a simulated step is one token of each sequence and takes 1/m of a real step. TPOT is right,
-single gaps between tokens are not. Measured gains are often smaller. For fp8 KV the formula gives
-51 % of the slope in bf16, vLLM reports 54 %, and AIConfigurator's tables give 78 %.
+So a simulated step gives one token to each sequence and takes 1/m of a real step. TPOT is correct,
+but single gaps between tokens are not. Measured gains are often smaller. For fp8 KV the formula
+gives 51 % of the slope in bf16, vLLM reports 54 %, and AIConfigurator's tables give 78 %.
 
-Sources: data sheets of NVIDIA (dense peaks, without sparsity). Rents are the middles of what
-specialised providers asked on demand in May 2026, as mercatus-ai.com, "cloud GPU pricing", compares
-them: H100 2.5-3.5 USD an hour, H200 3.5-4.5, A100 of 80 GB 1.1-1.5. Prices of B200 and L40S are
-round figures without a source. All are to be replaced by one's own.
+Sources: data sheets of NVIDIA (dense peaks, without sparsity). Rents are the middle of specialised
+providers' on-demand prices in May 2026, from mercatus-ai.com, "cloud GPU pricing": H100 2.5-3.5 USD
+an hour, H200 3.5-4.5, A100 of 80 GB 1.1-1.5. Prices of B200 and L40S are round figures without a
+source. Users should replace all prices by their own.
 """
 
 from dataclasses import dataclass
@@ -34,28 +34,28 @@ from engine.errors import ConfigError
 from engine.layout import KVFormat, KVLayout
 from engine.worker.costs import PrefillCost, PullCost
 
-REACHED = 0.7  # share of the peaks
-MAX_RANKS = 8  # GPUs of one worker, as linked in one machine
+REACHED = 0.7  # share of the peaks that a worker reaches
+MAX_RANKS = 8  # most GPUs of one worker, which are linked in one machine
 ALL_REDUCE_S = 1e-5
-_ALL_REDUCES = 2  # in a layer
+_ALL_REDUCES = 2  # number of all-reduces in a layer
 _MIN_BLOCK, _MAX_BLOCK = 16, 512
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU: peaks, memory and links."""
+    """One kind of GPU: its peaks, memory and links."""
 
     name: str
     bf16_flops_per_s: float
     read_bytes_per_s: float
     memory_bytes: float
-    link_bytes_per_s: float  # to the GPUs of its machine, one way
+    link_bytes_per_s: float  # bandwidth to the other GPUs of the machine, in one direction
     network_bytes_per_s: float
     usd_per_hour: float
-    has_fp8: bool = True  # at twice the speed of bf16, as int8
+    has_fp8: bool = True  # True: fp8 is twice as fast as bf16, and int8 too
 
     def gain(self, weights: WeightFormat) -> float:
-        """Returns the speed of multiplication, over that in bf16."""
+        """Returns the speed of multiplication in this format, relative to bf16."""
         if weights is WeightFormat.INT8 or (weights is WeightFormat.FP8 and self.has_fp8):
             return 2.0
         return 1.0
@@ -75,11 +75,11 @@ GPUS = {
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """Speculation with `drafted` tokens a step, of which `accepted` are kept on average."""
+    """Speculation with `drafted` tokens per step, of which `accepted` are kept on average."""
 
     accepted: float
     drafted: int
-    draft_cost: float = 0.0  # for one drafted token, as a share of a decode step
+    draft_cost: float = 0.0  # time of one drafted token, as a share of a decode step
 
     def __post_init__(self) -> None:
         if not 0 < self.accepted <= self.drafted:
@@ -92,7 +92,7 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """Options of a worker."""
+    """The options of a worker: formats, block size, speculation."""
 
     weights: WeightFormat = WeightFormat.BF16
     kv_format: KVFormat = KVFormat.BF16
@@ -101,7 +101,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True)
 class Platform:
-    """The hardware of workers: a profile, or else a kind of GPU."""
+    """The hardware of workers: a profile, or a kind of GPU."""
 
     name: str
     gpu: Gpu | None
@@ -110,19 +110,21 @@ class Platform:
 
     @property
     def source(self) -> str:
-        """Where the prices come from."""
+        """Returns a text that says where the prices come from."""
         if self.profile is not None:
             return self.profile.source
         return f"roofline at {REACHED:.0%} of {self.name}'s peaks"
 
     def gain(self, weights: WeightFormat) -> float:
-        """Returns the speed over that in bf16; a profile's GPUs are twice as fast in 8 bits."""
+        """Returns the speed of multiplication in this format, relative to bf16. A profile's GPUs
+        are twice as fast in 8 bits.
+        """
         if self.gpu is not None:
             return self.gpu.gain(weights)
         return 1.0 if weights is WeightFormat.BF16 else 2.0
 
     def ranks(self) -> tuple[int, ...]:
-        """Returns the possible numbers of GPUs of a worker."""
+        """Returns the possible numbers of GPUs per worker."""
         if self.profile is not None:
             return (self.profile.gpus,)
         return tuple(2**i for i in range(MAX_RANKS.bit_length()))
@@ -130,7 +132,7 @@ class Platform:
 
 @dataclass(frozen=True, slots=True)
 class PlannedWorker:
-    """A worker that holds the model, and its use of memory."""
+    """A worker that has memory for the model, and the use of its memory."""
 
     hardware: HardwareProfile
     weights_bytes: float
@@ -138,13 +140,15 @@ class PlannedWorker:
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens of KV that fit beside the weights."""
+        """Returns the tokens of KV for which there is memory beside the weights."""
         layout = self.hardware.layout
         return self.hardware.num_blocks * layout.block_size
 
 
 def block_size_for(input_tokens: float) -> int:
-    """Returns a power of two near a sixteenth of a prompt: fine enough for shared prefixes."""
+    """Returns the block size: a power of two near a sixteenth of a prompt, so that shared prefixes
+    are found.
+    """
     size = _MIN_BLOCK
     while size < _MAX_BLOCK and size * 16 < input_tokens:
         size *= 2
@@ -154,7 +158,7 @@ def block_size_for(input_tokens: float) -> int:
 def worker_of(
     model: DenseModel, platform: Platform, options: ModelOptions, *, ranks: int, block_size: int
 ) -> PlannedWorker | None:
-    """Returns a worker with `ranks` GPUs; None if the weights leave no room for KV."""
+    """Returns a worker with `ranks` GPUs, or None if the weights leave no memory for KV."""
     weights_bytes = model.held_bytes(options.weights)
     memory_bytes = _memory_bytes(model, platform, ranks)
     layout = model.kv_layout(options.kv_format, block_size=block_size, ranks=ranks)
@@ -192,11 +196,12 @@ def _memory_bytes(model: DenseModel, platform: Platform, ranks: int) -> float:
 
 
 def _by_roofline(model: DenseModel, platform: Platform, ranks: int) -> HardwareProfile:
-    """Returns a bf16 profile from peaks alone, with one block of memory: the caller checks memory.
+    """Returns a bf16 profile computed from peaks. It has memory for one block: the caller sets the
+    memory.
 
-    Arithmetic bounds prompts, memory bounds decoding; the formulas are those of
-    `bench.common.roofline`. A step reads all weights at least, so A and D are the same. A decoding
-    row adds its arithmetic.
+    Arithmetic limits prompts, and memory bandwidth limits decoding. The formulas are those of
+    `bench.common.roofline`. Every step reads all weights, so A and D are equal. A decoding row adds
+    the time of its arithmetic.
     """
     gpu = platform.gpu
     assert gpu is not None
@@ -205,7 +210,7 @@ def _by_roofline(model: DenseModel, platform: Platform, ranks: int) -> HardwareP
     bytes_per_s = gpu.read_bytes_per_s * ranks * REACHED
     reduces = _ALL_REDUCES * model.layers if ranks > 1 else 0
     sent_bytes = reduces * 2 * (ranks - 1) / ranks * model.hidden * BF16_BYTES
-    sent_s = sent_bytes / gpu.link_bytes_per_s  # for a token
+    sent_s = sent_bytes / gpu.link_bytes_per_s  # seconds per token
     fixed_s = model.read_bytes(WeightFormat.BF16) / bytes_per_s + reduces * ALL_REDUCE_S
     weights = model.layer_weights + model.head_weights
     attention = 2 * model.layers * model.heads * model.head_dim  # flops per squared token
@@ -254,7 +259,7 @@ def _with_options(
 
 
 def _speculating(cost: DecodeCost, speculation: Speculation | None) -> DecodeCost:
-    """Returns the cost of one token of each sequence."""
+    """Returns the profile's prices with speculation, per token of each sequence."""
     if speculation is None:
         return cost
     a_step, k = 1 + speculation.accepted, speculation.drafted

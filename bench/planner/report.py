@@ -1,4 +1,6 @@
-"""A plan as a report and as text. Formulas and simulations never share a column."""
+"""Converts a plan to a report and to text. Results of formulas and of simulations have separate
+columns.
+"""
 
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -26,7 +28,7 @@ ASSUMPTIONS = (
 
 
 def config_of(ask: PlanInput) -> dict[str, Scalar]:
-    """Returns the request for a plan, flat."""
+    """Returns the request for a plan as a flat mapping."""
     speculation = ask.options.speculation
     return {
         "model": ask.model.name,
@@ -58,7 +60,9 @@ def _price_config(ask: PlanInput) -> dict[str, Scalar]:
 
 
 def figures_of(plan: CapacityPlan) -> dict[str, Figure]:
-    """Returns all figures; names end in `/formula` or `/simulated` if both exist."""
+    """Returns all figures. If a figure has both kinds, the names end in `/formula` and
+    `/simulated`.
+    """
     best = plan.best
     model, options = plan.ask.model, plan.ask.options
     figures = {
@@ -136,7 +140,7 @@ def _ways(plan: CapacityPlan) -> tuple[tuple[str, SizedPools | CannotPlan], ...]
 
 
 def print_plan(console: Console, plan: CapacityPlan) -> None:
-    """Prints memory, both ways of serving, savings of options and stores, and the assumptions."""
+    """Prints memory, both plans, the savings of options and stores, and the assumptions."""
     best = plan.best
     for line in _memory_lines(plan.ask, best):
         console.print(line, highlight=False, soft_wrap=True)
@@ -151,7 +155,7 @@ def print_plan(console: Console, plan: CapacityPlan) -> None:
 
 
 def title_of(plan: CapacityPlan) -> str:
-    """The load, the GPUs that it needs, and their cost."""
+    """Returns a title with the load, the GPUs that it needs, and their cost."""
     ask, load, best = plan.ask, plan.ask.load, plan.best
     how = "by simulation" if best.simulated else "by formula"
     price = best.usd_per_million_tokens
@@ -268,7 +272,9 @@ def _steps_table(plan: CapacityPlan) -> Table:
 
 
 def _stores_table(plan: CapacityPlan) -> Table:
-    """Costs without stores, and with stores of each size; a size that misses the bounds says so."""
+    """Returns a table of the costs without stores and with stores of each size. A size that misses
+    the bounds is marked.
+    """
     best = plan.best
     assert best.simulated is not None
     table = Table("a store on each node, simulated", box=box.SIMPLE_HEAD, padding=(0, 1))
@@ -300,7 +306,7 @@ def _stores_table(plan: CapacityPlan) -> Table:
 
 
 def _verdict(plan: CapacityPlan) -> str:
-    """Says whether a store lowers the cost, and by how much."""
+    """Returns a sentence that says if and by how much a store lowers the cost."""
     best, cheap = plan.best, cheapest(plan.stores)
     if cheap is None:
         return "stores: no tried size meets the bounds"

@@ -2,17 +2,19 @@
 
 A size passes if nine in ten requests of a synthetic load (see `workload`) meet both bounds. The
 simulation uses the real router machine with the `slo` policy, and the workers' real schedulers.
-Only the middle half of the requests counts: before it the cluster fills, after it it drains.
+Only the middle half of the requests counts, because the cluster fills at the begin and drains at
+the end.
 
 The search starts from the formula's size. The pool whose bound is missed grows until both bounds
-are met. Then each pool shrinks until one worker less would miss them. If more workers never hurt,
-no size with fewer workers in both pools passes either.
+are met. Then each pool shrinks while the bounds are still met. If additional workers never make
+latencies worse, no size with fewer workers in both pools passes.
 
-The simulated time must be long enough for sequences to come and go: four times the longest answer.
-If more requests than wanted arrive in that time, the load is cut into equal cells. One cell is
-simulated, and all cells have the same size. Cells share neither queues nor caches, so this errs
-towards too many workers. A cell keeps at least three workers of each pool by the formula. For that,
-up to four times as many requests are simulated.
+The simulated time must be long enough for sequences to begin and end: four times the longest
+answer. If more requests than the wanted number arrive in that time, the load is divided into equal
+cells. One cell is simulated, and all cells get the same size. Cells share neither queues nor
+caches, so the result may have too many workers, but not too few. By formula, a cell has at least
+three workers of each pool. To reach this, up to four times the wanted number of requests are
+simulated.
 """
 
 import copy
@@ -39,59 +41,61 @@ from bench.simulator.traces import Trace
 from engine.config import RouterConfig, RouterPolicy
 from router.machine.machine import RouterMachine
 
-NEEDED = 0.9  # share of requests
-SPANS = 4  # simulated time, as a multiple of the longest answer
-_STRAY = 4  # greatest size, as a multiple of the formula's
-_GROWTH = 8  # a pool grows by an eighth
+NEEDED = 0.9  # share of requests that must meet both bounds
+SPANS = 4  # simulated time, as a multiple of the longest answer's time
+_STRAY = 4  # greatest size in the search, as a multiple of the formula's size
+_GROWTH = 8  # a pool grows by one eighth
 _CELL_WORKERS = 3
-_MAX_LONGER = 4  # greatest number of requests, as a multiple of the wanted one
+_MAX_LONGER = 4  # greatest number of simulated requests, as a multiple of the wanted number
 
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """The cut of a load into cells, and the simulated part of one cell."""
+    """The division of a load into cells, and the simulated part of one cell."""
 
     number: int
     num_requests: int
-    spans: float  # simulated time over the longest answer
+    spans: float  # simulated time, divided by the longest answer's time
 
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """The result of one cell. Latencies are None without any answer."""
+    """The simulation of one cell. Latencies are None if there is no answer."""
 
     cells: Cells
-    pools: SimulatedPools  # in one cell
-    attainment: float  # share of requests that met both
+    pools: SimulatedPools  # pools of one cell
+    attainment: float  # share of requests that met both bounds
     ttft_attainment: float
     tpot_attainment: float
     ttft_p90_s: float | None
     tpot_p90_s: float | None
     prefix_hits: float
-    busy: dict[str, float]  # share of the time, by role
+    busy: dict[str, float]  # share of time in which workers computed, by role
 
     @property
     def passes(self) -> bool:
-        """True if enough requests met both bounds."""
+        """Returns True if enough requests met both bounds."""
         return self.attainment >= NEEDED
 
     @property
     def total(self) -> SimulatedPools:
-        """Workers of all cells."""
+        """Returns the workers of all cells together."""
         pools, number = self.pools, self.cells.number
         return SimulatedPools(pools.prefill * number, pools.decode * number, pools.mixed * number)
 
 
 @dataclass(frozen=True, slots=True)
 class Depth:
-    """The amount of simulation."""
+    """The amount of simulation: numbers of requests and of workers."""
 
     num_requests: int = 600
     seed: int = 0
 
 
 def cells_of(load: ExpectedLoad, slo: SloBounds, depth: Depth, *, smallest_pool: int) -> Cells:
-    """Cuts a load; `smallest_pool` is the whole load's smallest pool by formula."""
+    """Divides a load into cells. `smallest_pool` is the size of the whole load's smallest pool, by
+    formula.
+    """
     assert slo.tpot_s is not None
     assert slo.ttft_s is not None
     span_s = slo.ttft_s + load.output_tokens * slo.tpot_s
@@ -104,7 +108,7 @@ def cells_of(load: ExpectedLoad, slo: SloBounds, depth: Depth, *, smallest_pool:
 
 
 class Search:
-    """Searches for the fewest workers of one kind; caches simulations."""
+    """Searches for the fewest workers of one kind. Caches simulations."""
 
     def __init__(
         self, load: ExpectedLoad, worker: PlannedWorker, slo: SloBounds, *, cells: Cells, seed: int
@@ -124,13 +128,15 @@ class Search:
         self._seen: dict[SimulatedPools, Simulated] = {}
 
     def with_stores(self, stores: SimulatedStores) -> "Search":
-        """Returns a search of the same load with stores of KV."""
+        """Returns a search for the same load with KV stores."""
         other = copy.copy(self)
         other._stores, other._seen = stores, {}
         return other
 
     def smallest(self, start: PoolEstimate, *, max_workers: int) -> Simulated | None:
-        """Returns the smallest passing size; None if a cell needs more than `max_workers`."""
+        """Returns the smallest size that passes, or None if a cell needs more than
+        `max_workers`.
+        """
         most = min(max_workers, _STRAY * start.pools.total + 2)
         pools = start.pools
         while not (found := self.check(pools)).passes:
@@ -147,7 +153,7 @@ class Search:
         return self.check(pools) if pools.total <= max_workers else None
 
     def check(self, pools: SimulatedPools) -> Simulated:
-        """Returns the simulation of a cell with these workers."""
+        """Simulates a cell with these numbers of workers and returns the result."""
         if pools not in self._seen:
             router = RouterConfig(
                 policy=RouterPolicy.SLO,
@@ -173,7 +179,7 @@ def _grown(found: Simulated) -> SimulatedPools:
         return SimulatedPools(mixed=_more(pools.mixed))
     short_of_ttft = found.ttft_attainment < NEEDED
     short_of_tpot = found.tpot_attainment < NEEDED
-    # Each bound alone is met often enough, but not both together.
+    # Enough requests meet each single bound, but too few meet both.
     if not short_of_ttft and not short_of_tpot:
         short_of_ttft = found.ttft_attainment <= found.tpot_attainment
         short_of_tpot = not short_of_ttft

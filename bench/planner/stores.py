@@ -1,18 +1,18 @@
-"""Finds out whether stores of KV lower the cost of a plan.
+"""Computes by how much KV stores lower the cost of a plan, if at all.
 
-The best way of a plan is simulated again with a store on each node of eight GPUs, in a few sizes.
+The best plan is simulated again with a store on each node of eight GPUs, for a few store sizes.
 With a store, prompts need not recompute blocks that workers have evicted. So fewer workers may meet
-the bounds; the search starts from the plan's size and only shrinks it. A store lowers the cost if
-the saved GPUs cost more than its memory and disk:
+the bounds. The search starts from the plan's size and only reduces it. Stores lower the cost if the
+saved GPUs cost more than the stores' memory and disk:
 
     USD an hour = GPUs · price + stores · (memory GiB · price + disk GiB · price)
 
-Each cell of the load has its own stores, as in the simulation. A node with few workers pays for a
-whole store. Stores take blocks as fast as workers make them; `take_bytes_per_s` says how fast that
-is, and the server's `store.take_mib_per_s` has to allow it.
+Each cell of the load has its own stores, also in the simulation. A node with few workers pays for a
+whole store. Simulated stores take in blocks as fast as workers compute them. `take_bytes_per_s`
+returns this rate; the server's setting `store.take_mib_per_s` must allow it.
 
-Prices are round figures, of the order of what clouds ask for more memory in a machine and for
-volumes of fast disks in 2026. They are to be replaced by one's own.
+Prices are round figures, similar to cloud prices of 2026 for memory and for volumes of fast disks.
+Users should replace them by their own prices.
 """
 
 import math
@@ -32,7 +32,7 @@ from engine.layout import KVLayout
 NODE_GPUS = 8
 MEMORY_GIB_HOUR_USD = 0.004
 DISK_GIB_HOUR_USD = 0.0001
-TAKE_BYTES_PER_S = 1e12  # faster than any link: the price of pulls is the limit
+TAKE_BYTES_PER_S = 1e12  # faster than any link, so that only the price of pulls limits the rate
 TRIED = (
     StoreSizes(64),
     StoreSizes(256),
@@ -43,7 +43,7 @@ TRIED = (
 
 @dataclass(frozen=True, slots=True)
 class StorePrices:
-    """The price of a store's memory and disk, in USD a GiB and hour."""
+    """The price of a store's memory and of its disk, in USD per GiB and hour."""
 
     memory_gib_hour_usd: Annotated[float, typer.Option(help="Price of a store's memory.")] = (
         MEMORY_GIB_HOUR_USD
@@ -57,16 +57,16 @@ class StorePrices:
             raise ConfigError("prices of memory and disk must not be negative")
 
     def usd_per_hour(self, sizes: StoreSizes) -> float:
-        """Returns the price of one store."""
+        """Returns the price of one store in USD per hour."""
         memory_usd = sizes.memory_gib * self.memory_gib_hour_usd
         return memory_usd + sizes.disk_gib * self.disk_gib_hour_usd
 
 
 @dataclass(frozen=True, slots=True)
 class StoreOffer:
-    """The plan with stores of one size; `simulated` is None if the size misses the bounds."""
+    """The plan with stores of one size. `simulated` is None if this size misses the bounds."""
 
-    sizes: StoreSizes  # per store
+    sizes: StoreSizes  # size of each store
     num_stores: int
     gpus: int
     simulated: Simulated | None
@@ -75,7 +75,7 @@ class StoreOffer:
 
     @property
     def label(self) -> str:
-        """The size of one store as text."""
+        """Returns the size of one store as text."""
         disk = f" + {self.sizes.disk_gib:g} GiB of disk" if self.sizes.disk_gib else ""
         return f"{self.sizes.memory_gib:g} GiB of memory{disk}"
 
@@ -89,9 +89,10 @@ def offers(
     usd: float,
     tried: Sequence[StoreSizes] = TRIED,
 ) -> tuple[StoreOffer, ...]:
-    """Returns the plan with stores of each size that holds a block. `usd` buys a GPU hour.
+    """Returns the plan with stores, for each size that has room for a block. `usd` is the price of
+    a GPU hour.
 
-    `start` has the pools of one cell that meet the bounds without stores.
+    `start` is the pools of one cell with which the bounds are met without stores.
     """
     fitting = [sizes for sizes in tried if _holds_a_block(sizes, worker.hardware.layout)]
     return tuple(_offer(search, start, worker, prices, sizes, usd) for sizes in fitting)
@@ -133,19 +134,19 @@ def _offer(
 
 
 def cheapest(offered: Sequence[StoreOffer]) -> StoreOffer | None:
-    """Returns the offer with the least cost that meets the bounds; None if none does."""
+    """Returns the cheapest offer that meets the bounds; None if no offer does."""
     able = [offer for offer in offered if offer.simulated is not None]
     return min(able, key=lambda offer: offer.usd_per_hour, default=None)
 
 
 def take_bytes_per_s(load: ExpectedLoad, worker: PlannedWorker, num_stores: int) -> float:
-    """Returns how fast workers make new KV, for each store."""
+    """Returns the bytes per second of new KV that workers compute, per store."""
     made = load.input_tokens * (1 - load.prefix_hit) + load.output_tokens
     return load.rate_per_s * made * worker.hardware.kv_token_bytes / max(num_stores, 1)
 
 
 def at_cell(whole: PoolEstimate, simulated: Simulated) -> PoolEstimate:
-    """Returns an estimate with the pools that one simulated cell needs."""
+    """Returns a copy of the estimate with the pools that one simulated cell needs."""
     return replace(whole, pools=simulated.pools)
 
 

@@ -1,1 +1,1 @@
-"""Processes that a benchmark starts: `baton serve`, single services, driven engines."""
+"""Processes that benchmarks start: `baton serve`, single services, and driven engines."""

@@ -1,6 +1,6 @@
-"""`baton serve` as a user runs it: started, found at its URL, and ended with all its processes.
+"""Runs `baton serve` as a user does: starts it, reads its URL, and ends it with all its processes.
 
-`operated` adds an operator: orders through the admin API, and the list of processes.
+`operated` also sends an operator's orders through the admin API, and lists the processes.
 """
 
 import os
@@ -31,35 +31,40 @@ from engine.config import PlannerMode
 from engine.errors import BatonError
 from engine.messages import Role
 
-BATON = "deploy.commands.main"  # the module that is the command
+BATON = "deploy.commands.main"  # the Python module of the command
 START_TIMEOUT_S = 120.0
-STOP_TIMEOUT_S = 90.0  # gateways, then workers: 30 s each, and a reserve
+# the command ends gateways, then workers, each within 30 s; the rest is a reserve
+STOP_TIMEOUT_S = 90.0
 SERVING = re.compile(r"serving \S+ at (http://\S+)")
 NUM_LAST_LINES = 6
 
-Options = Mapping[str, Scalar]  # the command's, by flag
+Options = Mapping[str, Scalar]  # options of the command, by flag
 
 
 class ServerFailed(BatonError):
-    """`baton serve` did not start; the message holds its last lines."""
+    """`baton serve` did not start. The message contains its last lines of output."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedDeployment:
-    """A running `baton serve`. A child of `pid` forks each service, which leads a session."""
+    """A running `baton serve`. A child of process `pid` forks all services; each service leads a
+    session.
+    """
 
     url: str
     pid: int
 
     def sessions(self) -> list[int]:
-        """Sessions of all services."""
+        """Returns the session ids of all services."""
         return [pid for kind in ("gateway", "worker") for pid in self.services(kind)]
 
     def services(self, kind: str, proc: Path = PROC) -> list[int]:
-        """Sessions of its gateways or of its workers. Empty on systems without /proc."""
+        """Returns the session ids of the gateways or of the workers. Empty on systems without
+        /proc.
+        """
         found = []
         for path in proc.glob("[0-9]*"):
-            with suppress(OSError, IndexError, ValueError):  # the process has ended
+            with suppress(OSError, IndexError, ValueError):  # the process may have ended
                 name, parent = _name_and_parent(path)
                 if name == f"baton-{kind}" and _name_and_parent(proc / str(parent))[1] == self.pid:
                     found.append(int(path.name))
@@ -67,19 +72,19 @@ class ServedDeployment:
 
 
 def free_port() -> int:
-    """Returns a port on which no process listens now."""
+    """Returns a port on which no process listens at present."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
         return int(sock.getsockname()[1])
 
 
 def kill_at_once(deployment: ServedDeployment, proc: Path = PROC) -> None:
-    """Kills the command and every process that descends from it with SIGKILL."""
+    """Kills the command and all its descendants with SIGKILL."""
     children: dict[int, list[int]] = {}
     for path in proc.glob("[0-9]*"):
-        with suppress(OSError, IndexError, ValueError):  # the process has ended
+        with suppress(OSError, IndexError, ValueError):  # the process may have ended
             children.setdefault(_name_and_parent(path)[1], []).append(int(path.name))
     found = [deployment.pid]
-    for pid in found:  # grows while it is read
+    for pid in found:  # the loop appends children to the list
         found += children.get(pid, [])
     for pid in found:
         with suppress(ProcessLookupError):
@@ -87,7 +92,9 @@ def kill_at_once(deployment: ServedDeployment, proc: Path = PROC) -> None:
 
 
 def _name_and_parent(process: Path) -> tuple[str, int]:
-    """Raises OSError, IndexError or ValueError if the process has ended."""
+    """Returns a process's name and its parent's id. Raises OSError, IndexError or ValueError if the
+    process has ended.
+    """
     before, _, after = (process / "stat").read_text().rpartition(")")
     return before.partition("(")[2], int(after.split()[1])
 
@@ -100,18 +107,21 @@ def serving(
     *,
     start_timeout_s: float = START_TIMEOUT_S,
 ) -> Iterator[ServedDeployment]:
-    """Runs `baton serve` with plain processes on a port of the system's choice.
+    """Runs `baton serve` during the context, with the process launcher and a free port.
 
-    `environment` is added to ours. On leaving, all its processes are gone. Raises ServerFailed.
+    `environment` is added to our environment. At the end of the context all its processes have
+    ended. Raises ServerFailed.
     """
     flags: Options = {"--launcher": "process", "--port": 0, **options}
     serve = [sys.executable, "-m", BATON, "serve", str(checkpoint)]
-    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # None: the end
+    # lines of output; None marks the end
+    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     child = ChildProcess(
         [*serve, *(str(text) for pair in flags.items() for text in pair)],
         on_stderr=lines.put,
         has_stdin=False,
-        environment={**os.environ, "COLUMNS": "200", **environment},  # keeps its URL in one line
+        # wide enough to print the URL in one line
+        environment={**os.environ, "COLUMNS": "200", **environment},
     )
     try:
         yield ServedDeployment(_url(lines, start_timeout_s), child.pid)
@@ -120,7 +130,9 @@ def serving(
 
 
 def _url(lines: "queue.SimpleQueue[str | None]", start_timeout_s: float) -> str:
-    """Waits for the line in which the server names its URL. Raises ServerFailed."""
+    """Waits for the line of output with the server's URL, and returns the URL. Raises
+    ServerFailed.
+    """
     clock = MonotonicClock()
     end_s = clock.now_s() + start_timeout_s
     last: deque[str] = deque(maxlen=NUM_LAST_LINES)
@@ -137,8 +149,9 @@ def _url(lines: "queue.SimpleQueue[str | None]", start_timeout_s: float) -> str:
 
 
 def _end(child: ChildProcess) -> None:
-    """Interrupts the command, then kills all of its processes that remain."""
-    sessions = ServedDeployment("", child.pid).sessions()  # while their parent is still known
+    """Interrupts the command, waits for its end, then kills all of its processes that still run."""
+    # read before the parent ends, because the parent identifies them
+    sessions = ServedDeployment("", child.pid).sessions()
     try:
         with suppress(ProcessLookupError):
             child.process.send_signal(signal.SIGINT)
@@ -151,19 +164,19 @@ def _end(child: ChildProcess) -> None:
 
 
 MARK = "BATON_CHAOS_MARK"
-STARTED_BY = "BATON_CHAOS_STARTED_BY"  # process id
+STARTED_BY = "BATON_CHAOS_STARTED_BY"  # variable with the bench's process id
 ORDER_TIMEOUT_S = 5.0
 PROGRAMS_OF_RAY = {"gcs": "gcs/gcs_server", "raylet": "raylet/raylet"}
-WHOLE_WITHIN_S = 60.0  # all workers are back and idle
-STEADY_S = 2.5  # workers report once a second
+WHOLE_WITHIN_S = 60.0  # seconds in which all workers must be back and idle
+STEADY_S = 2.5  # seconds for which pools must be unchanged: workers report once per second
 
 
 class OrderFailed(BatonError):
-    """The controller refused an order; the message has its reason."""
+    """The controller refused an order. The message has the controller's reason."""
 
 
 class SeenWorker(msgspec.Struct, frozen=True):
-    """One worker in the admin API."""
+    """One worker, as the admin API describes it."""
 
     worker_id: str
     role: Role | None
@@ -175,21 +188,23 @@ class SeenWorker(msgspec.Struct, frozen=True):
     running_seqs: int
     open_leases: int
     num_blocks: int
-    free_blocks: int  # cached ones included
+    free_blocks: int  # free blocks, including cached ones
 
     @property
     def works(self) -> bool:
-        """True if it does the work of its role."""
+        """Returns True if the worker serves requests in its role."""
         return self.state == "serving" and self.is_connected and self.role is self.target
 
     @property
     def num_seqs(self) -> int:
-        """Returns the number of sequences that the worker has."""
+        """Returns the number of the worker's sequences."""
         return self.waiting_seqs + self.running_seqs
 
 
 class SeenGateway(msgspec.Struct, frozen=True):
-    """A gateway process in the admin API. `missing` is what keeps it from serving."""
+    """A gateway process, as the admin API describes it. `missing` says what it still needs to
+    serve.
+    """
 
     name: str
     pid: int | None
@@ -199,12 +214,12 @@ class SeenGateway(msgspec.Struct, frozen=True):
 
     @property
     def works(self) -> bool:
-        """True if the gateway accepts and serves connections."""
+        """Returns True if the gateway accepts and serves connections."""
         return self.state == "serving" and self.missing is None
 
 
 class SeenPools(msgspec.Struct, frozen=True):
-    """The pools in the admin API."""
+    """The pools, as the admin API describes them."""
 
     settled: bool
     version: int
@@ -215,19 +230,20 @@ class SeenPools(msgspec.Struct, frozen=True):
 
     @property
     def by_name(self) -> dict[str, SeenWorker]:
-        """Workers by their id."""
+        """Returns the workers by their id."""
         return {worker.worker_id: worker for worker in self.workers}
 
     @property
     def is_idle(self) -> bool:
-        """True if no worker has a sequence, a block or a lease."""
+        """Returns True if no worker has a sequence, a block in use, or a lease."""
         return self.leaked == (0, 0) and not any(worker.num_seqs for worker in self.workers)
 
     @property
     def leaked(self) -> tuple[int, int]:
-        """Blocks that are neither free nor cached, and open leases, if the workers are idle.
+        """Returns the numbers of leaked blocks and of open leases of idle workers. A block is
+        leaked if it is neither free nor cached.
 
-        More free blocks than the pool has count as a leak too.
+        If a pool reports more free blocks than it has, the surplus counts as leaked too.
         """
         blocks = sum(abs(worker.num_blocks - worker.free_blocks) for worker in self.workers)
         return blocks, sum(worker.open_leases for worker in self.workers)
@@ -242,10 +258,12 @@ class _Access(msgspec.Struct):
 
 
 class OperatedDeployment:
-    """The processes behind a URL on this machine. It takes orders while it is `connected`."""
+    """The processes of a deployment on this machine. Orders can be sent while it is `connected`."""
 
     def __init__(self, serve: Callable[[], tuple[ServedDeployment, "_Access"]], mark: str) -> None:
-        """`serve` starts the command, and may be called again after its end."""
+        """Sets up the deployment. `serve` starts the command, and may be called again after the
+        command's end.
+        """
         self._serve = serve
         self.served, self._access = serve()
         self._mark = mark
@@ -253,40 +271,42 @@ class OperatedDeployment:
 
     @property
     def url(self) -> str:
-        """The URL of its gateways."""
+        """Returns the URL of the gateways."""
         return self.served.url
 
     @property
     def pid(self) -> int:
-        """Process id of the command, which keeps the pools."""
+        """Returns the process id of the command, which is the controller."""
         return self.served.pid
 
     @asynccontextmanager
     async def connected(
         self, timeout_s: float, *, reuses_connections: bool = True
     ) -> AsyncIterator[aiohttp.ClientSession]:
-        """Opens an HTTP session for its orders, which the caller uses for its requests."""
+        """Opens an HTTP session for orders. The caller may use the session for its requests."""
         async with http_session(timeout_s, reuses_connections=reuses_connections) as session:
             self._session = session
             yield session
 
     def start_again(self) -> None:
-        """Starts the command again after its end, with the same options. Raises ServerFailed."""
+        """Starts the command again with the same options, after its end. Raises ServerFailed."""
         self.served, self._access = self._serve()
 
     async def check(self) -> SeenPools:
-        """Returns the pools as the controller sees them; `NOTHING` if it does not answer."""
+        """Returns the pools as the controller sees them, or `NOTHING` if the controller does not
+        answer.
+        """
         try:
             return msgspec.json.decode(await self._call("GET", "/v1/pools"), type=SeenPools)
         except OrderFailed:
             return NOTHING
 
     async def flip(self, worker: str, role: Role) -> None:
-        """Sends the order for a worker. Raises OrderFailed."""
+        """Orders a worker to change its role. Raises OrderFailed."""
         await self._call("POST", f"/v1/workers/{worker}/flip", {"role": str(role)})
 
     async def drain(self, worker: str) -> None:
-        """Sends the order for a worker. Raises OrderFailed."""
+        """Orders a worker to drain. Raises OrderFailed."""
         await self._call("POST", f"/v1/workers/{worker}/drain")
 
     async def set_pools(self, prefill: int, decode: int) -> None:
@@ -315,7 +335,9 @@ class OperatedDeployment:
             raise OrderFailed(str(error) or type(error).__name__) from error
 
     def signal(self, pid: int, number: signal.Signals) -> bool:
-        """Sends a signal to a process of this deployment. True if the process was still there."""
+        """Sends a signal to a process of this deployment. Returns False if the process has
+        ended.
+        """
         if pid not in (self.pid, *self.served.sessions()) and pid not in self.marked():
             return False
         try:
@@ -325,7 +347,7 @@ class OperatedDeployment:
         return True
 
     def is_gone(self, pid: int, proc: Path = PROC) -> bool:
-        """True if a process has ended, or is a zombie."""
+        """Returns True if a process has ended or is a zombie."""
         try:
             return (proc / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] in "ZX"
         except OSError:
@@ -340,7 +362,7 @@ class OperatedDeployment:
                 if mark in (path / "environ").read_bytes().split(b"\0"):
                     command = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
                     found[int(path.name)] = command.strip()
-            except OSError:  # it has ended, or belongs to another user
+            except OSError:  # the process has ended, or belongs to another user
                 continue
         return found
 
@@ -351,11 +373,11 @@ class OperatedDeployment:
         return next(pids, None)
 
     def interrupt(self) -> None:
-        """Interrupts the command, as Ctrl-C does."""
+        """Interrupts the command like Ctrl-C."""
         os.kill(self.pid, signal.SIGINT)
 
     def has_ended(self) -> bool:
-        """True if the command has ended. Its caller still has to wait for it."""
+        """Returns True if the command has ended. The caller must still wait for its process."""
         look = os.WEXITED | os.WNOHANG | os.WNOWAIT
         return os.waitid(os.P_PID, self.pid, look) is not None
 
@@ -364,7 +386,9 @@ class OperatedDeployment:
 def operated(
     checkpoint: Path, options: Options, environment: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[OperatedDeployment]:
-    """Runs `baton serve` as `serving` does, with marked processes. Raises ServerFailed."""
+    """Runs `baton serve` like `serving`, and marks its processes by an environment variable. Raises
+    ServerFailed.
+    """
     with TemporaryDirectory(prefix="baton-") as run_dir:
         mark = secrets.token_hex(8)
         marks = {MARK: mark, STARTED_BY: str(os.getpid()), "BATON_RUN_DIR": run_dir}
@@ -386,7 +410,7 @@ async def settle(
     *,
     steady_s: float = 0.0,
 ) -> None:
-    """Waits until the pools have been whole for `steady_s`, up to `WHOLE_WITHIN_S`."""
+    """Waits until the pools have been whole for `steady_s`, at most `WHOLE_WITHIN_S`."""
     since_s: float | None = None
 
     async def is_steady() -> bool:

@@ -1,15 +1,15 @@
-"""Child processes of a benchmark, which leave nothing behind: driven engines, services of Baton.
+"""Child processes of a benchmark, which are ended with all their descendants: engines and services.
 
 A `ChildProcess` has a session of its own. Its pipes are read and written in threads. So a child
-that neither reads nor writes holds up its parent for no longer than the parent's deadline.
+that neither reads nor writes cannot block its parent beyond the parent's deadline.
 
 `Driven` is an engine that takes JSON commands and gives JSON answers, one a line.
-`bench.peers.driver` describes the protocol. Every wait has a deadline, and a process that misses it
-is killed with everything that it started.
+`bench.peers.driver` describes the protocol. Every wait has a deadline. A process that misses a
+deadline is killed, with all processes in its session.
 
-SIGTERM ends a benchmark as SIGINT does. In an event loop, asyncio turns that into the cancellation
-of the main task, elsewhere Python raises KeyboardInterrupt. In both cases context managers are left
-in order and end their processes. The exit status still shows which signal it was.
+SIGTERM ends a benchmark like SIGINT. In an event loop, asyncio cancels the main task; elsewhere
+Python raises KeyboardInterrupt. In both cases context managers exit in order and end their
+processes. The exit status depends on the signal.
 """
 
 import os
@@ -28,17 +28,18 @@ import msgspec
 
 from engine.errors import BatonError
 
-JOIN_TIMEOUT_S = 5.0  # for a thread to see that its pipe has ended
+JOIN_TIMEOUT_S = 5.0  # seconds for a thread to detect that its pipe is closed
 
-OnLine = Callable[[str | None], None]  # called with each line, then with None at the end
+# called with each line, then with None at the end of the pipe
+OnLine = Callable[[str | None], None]
 
 
 class ChildProcess:
-    """Starts at once. Raises OSError if the command cannot be started.
+    """A child process, which is started by the constructor. Raises OSError if it cannot be started.
 
-    `on_stdout` and `on_stderr` are called in threads. Without the first, standard output goes to
-    /dev/null; without the second, standard error is the parent's. Without `environment` the child
-    inherits the parent's.
+    `on_stdout` and `on_stderr` are called in threads. Without `on_stdout`, standard output goes to
+    /dev/null. Without `on_stderr`, standard error is the parent's. Without `environment`, the child
+    inherits the parent's environment.
     """
 
     def __init__(
@@ -68,15 +69,15 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Process id, which is also the id of the session and of the process group."""
+        """Returns the process id, which is also the id of the session and of the process group."""
         return self.process.pid
 
     def send(self, line: str) -> None:
-        """Writes a line to the standard input, without waiting until it is read."""
+        """Queues a line for the standard input. Does not wait until the child reads it."""
         self._writer = _started(_write, self.process.stdin, line)
 
     def ends_within(self, timeout_s: float) -> bool:
-        """Waits for the end. Returns false after the timeout."""
+        """Waits for the end of the process. Returns False after the timeout."""
         try:
             self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -84,8 +85,8 @@ class ChildProcess:
         return True
 
     def close(self, timeout_s: float) -> None:
-        """Closes the standard input, waits up to the timeout, then kills the rest of the
-        session.
+        """Closes the standard input and waits, up to the timeout, for the end of the process. Then
+        kills all that is left in its session.
         """
         if self.process.stdin is not None and not self._is_writing():
             with suppress(OSError):
@@ -94,13 +95,13 @@ class ChildProcess:
         self.kill()
 
     def kill(self) -> None:
-        """Kills the process and all that it started in its session, and closes the pipes."""
+        """Kills the process and all processes in its session, and closes the pipes."""
         with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)  # processes that it started may outlive it
+            os.killpg(self.pid, signal.SIGKILL)  # also kills processes that the child started
         self.process.wait()
         for pipe, reader in self._readers:
             reader.join(JOIN_TIMEOUT_S)
-            if not reader.is_alive():  # otherwise closing would wait for the reader
+            if not reader.is_alive():  # closing the pipe would wait for a running reader
                 pipe.close()
         if self._writer is not None:
             self._writer.join(JOIN_TIMEOUT_S)
@@ -119,25 +120,28 @@ def _started(function: Callable[..., None], *arguments: object) -> threading.Thr
 
 
 def _read(pipe: IO[str], on_line: OnLine) -> None:
-    for line in pipe:  # read to the end: otherwise the child would block on a full pipe
+    for line in pipe:  # read to the end, because the child would block on a full pipe
         on_line(line)
     on_line(None)
 
 
 def _write(pipe: IO[str], line: str) -> None:
-    with suppress(OSError, ValueError):  # the child is gone or the pipe closed: readers see it
+    # the child has ended or the pipe is closed; the readers detect this
+    with suppress(OSError, ValueError):
         pipe.write(line + "\n")
         pipe.flush()
 
 
 class EndSignals:
-    """The signals that end this process. `last` is the most recent signal."""
+    """The signals that have been sent to end this process. `last` is the most recent one."""
 
     def __init__(self) -> None:
         self.last = signal.SIGINT
 
     def install(self) -> None:
-        """Takes both signals, even if our parent ignores SIGINT. Only for the main thread."""
+        """Installs handlers for both signals, even if our parent ignores SIGINT. For the main
+        thread only.
+        """
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, self._on_term)
 
@@ -161,7 +165,9 @@ Answer = dict[str, Any]
 
 
 class DrivenFailed(BatonError):
-    """An engine could not do what it was asked. Holds the last lines of its standard error."""
+    """An engine failed or did not answer in time. Has the last lines of the engine's standard
+    error.
+    """
 
     def __init__(self, name: str, reason: str, last_lines: Sequence[str]) -> None:
         super().__init__(f"{name}: {reason}")
@@ -171,7 +177,7 @@ class DrivenFailed(BatonError):
 
 
 class Driven:
-    """One engine process. Without `environment` it inherits ours."""
+    """One engine process. Without `environment`, it inherits our environment."""
 
     def __init__(
         self,
@@ -185,7 +191,8 @@ class Driven:
         self._command = command
         self._environment = environment
         self._close_timeout_s = close_timeout_s
-        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # None: the end
+        # lines of output; None marks the end
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
         self._child: ChildProcess | None = None
 
@@ -197,11 +204,11 @@ class Driven:
 
     @property
     def session(self) -> int | None:
-        """Session of the process and all that it started; None if it does not run."""
+        """Returns the session id of the process and its descendants; None if it does not run."""
         return None if self._child is None else self._child.pid
 
     def start(self) -> None:
-        """Starts the process without waiting for it. `ready` raises if the start failed."""
+        """Starts the process without waiting for it. If the start fails, `ready` raises."""
         try:
             self._child = ChildProcess(
                 self._command,
@@ -213,7 +220,9 @@ class Driven:
             self._last_lines.append(str(error))
 
     def ready(self, timeout_s: float) -> Answer:
-        """Waits until the engine is loaded; returns its facts. Raises DrivenFailed."""
+        """Waits until the engine is loaded. Returns the facts that it reports. Raises
+        DrivenFailed.
+        """
         if self._child is None:
             raise DrivenFailed(self.name, "it could not be started", self._last_lines)
         answer = self.answer(timeout_s)
@@ -223,18 +232,18 @@ class Driven:
         return facts
 
     def ask(self, do: str, *, timeout_s: float, **arguments: object) -> Answer:
-        """Sends one command and returns the answer. Raises DrivenFailed."""
+        """Sends one command and waits for the answer. Raises DrivenFailed."""
         return self.send({"do": do, **arguments}, timeout_s=timeout_s)
 
     def send(self, message: Mapping[str, object], *, timeout_s: float) -> Answer:
-        """Sends one message and returns the answer. Raises DrivenFailed."""
+        """Sends one message and waits for the answer. Raises DrivenFailed."""
         if self._child is None:
             raise DrivenFailed(self.name, "it is not running", self._last_lines)
         self._child.send(msgspec.json.encode(message).decode())
         return self.answer(timeout_s)
 
     def answer(self, timeout_s: float) -> Answer:
-        """Waits for the next answer. Raises DrivenFailed."""
+        """Waits for the next answer and returns it. Raises DrivenFailed."""
         if self._child is None:
             raise DrivenFailed(self.name, "it is not running", self._last_lines)
         try:
@@ -253,7 +262,7 @@ class Driven:
         return answer
 
     def close(self) -> None:
-        """Ends the process and all that it started, by force if it does not end by itself."""
+        """Ends the process and all that it started. Kills it if it does not end by itself."""
         child, self._child = self._child, None
         if child is not None:
             child.close(self._close_timeout_s)
@@ -270,14 +279,14 @@ class Driven:
 
 
 def started(process: Driven, stack: ExitStack) -> Driven:
-    """Starts the process, which ends with the stack, without waiting for it."""
+    """Starts a process without waiting for it. The stack ends the process."""
     process.start()
     stack.callback(process.close)
     return process
 
 
 def answer_parent(answer: object) -> None:
-    """Prints an answer as one line, in the process that is driven."""
+    """Prints an answer as one line. For processes that are driven."""
     sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
     sys.stdout.buffer.flush()
 
@@ -289,14 +298,18 @@ STOP_TIMEOUT_S = 30.0
 
 
 def launched(kind: Literal["worker", "gateway"], stack: ExitStack) -> Driven:
-    """Starts a process that ends with the stack. It waits for its spec (`deploy.base.spec`)."""
+    """Starts a service's process, which waits for its spec (`deploy.base.spec`). The stack ends the
+    process.
+    """
     command = [sys.executable, "-m", SERVICE, kind]
     return started(Driven(kind, command, close_timeout_s=STOP_TIMEOUT_S), stack)
 
 
 def listening(service: Driven, spec: Mapping[str, object], *, timeout_s: float) -> Answer:
-    """Sends a service its spec; returns its answer once it listens. Raises DrivenFailed."""
+    """Sends a service its spec. Returns the service's answer, which it sends when it listens.
+    Raises DrivenFailed.
+    """
     answer = service.send(spec, timeout_s=timeout_s)
-    while "type" in answer:  # messages about the start, such as its expected duration
+    while "type" in answer:  # skips messages about the start, such as its expected duration
         answer = service.answer(timeout_s)
     return answer

@@ -1,1 +1,1 @@
-"""`baton bench quality`: what KV and weight formats cost in quality."""
+"""`baton bench quality`: the loss of quality by KV formats and weight formats."""

@@ -1,9 +1,9 @@
 """The training text of the bundled model: Python source that ships with CPython.
 
 Documents are whole source files of the running interpreter's standard library, and short dialogues
-made from its functions: the user asks for a function by name and docstring, the assistant answers
-with its source. One file in fifty is held out, by a hash of its path, together with every dialogue
-made from it; nothing of a held-out file is ever trained on.
+about its functions: the user asks for a function by name and docstring, and the assistant answers
+with the function's source. One file in fifty is held out, selected by a hash of its path. Neither a
+held-out file nor the dialogues made from it are used for training.
 
 Source: CPython's standard library, PSF License Version 2 (see NOTICE).
 """
@@ -29,7 +29,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
-# Character tables, and fixtures that are hard to read on purpose, teach nothing about Python.
+# Character tables, and fixtures that are obfuscated on purpose, are no examples of usual Python.
 SKIPPED_DIRS = ("site-packages", "encodings", "__pycache__", "lib2to3/tests/data")
 HELD_OUT_ONE_IN = 50
 MAX_DIALOGUE_CHARS = 4000
@@ -37,7 +37,7 @@ MAX_DIALOGUE_CHARS = 4000
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text to train on or to evaluate with, complete with its end marker."""
+    """One text for training or evaluation, including its end-of-text token."""
 
     text: str
     held_out: bool
@@ -51,7 +51,9 @@ def standard_library() -> Path:
 
 
 def documents(root: Path) -> Iterator[Document]:
-    """Yields every file below `root` as one document, followed by the dialogues made from it."""
+    """Yields every file below `root` as one document, each followed by the dialogues made from
+    it.
+    """
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root).as_posix()
         if any(part in relative for part in SKIPPED_DIRS):
@@ -59,7 +61,7 @@ def documents(root: Path) -> Iterator[Document]:
         try:
             source = path.read_text(encoding="utf-8")
         except UnicodeDecodeError:
-            continue  # fixtures in other encodings
+            continue  # skips fixtures in other encodings
         held_out = _bucket(relative) == 0
         in_tests = "test/" in relative or "tests/" in relative
         yield Document(
@@ -83,7 +85,7 @@ def _dialogues(source: str) -> Iterator[str]:
     try:
         tree = ast.parse(source)
     except SyntaxError:
-        return  # fixtures that are wrong on purpose
+        return  # skips fixtures with syntax errors
     lines = source.splitlines(keepends=True)
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef | ast.ClassDef):

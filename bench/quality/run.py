@@ -1,9 +1,9 @@
 """Measures what KV formats and weight formats cost in quality, on held-out text.
 
-The text is the part of the bundled corpus (`bench.quality.corpus`) that the model was not
-trained on. It is cut into windows, each with a context of its own. The model is forced along the
-text. Attention reads K and V only from the cache record, so one pass over a window stores and reads
-the same values as decoding it token by token.
+The text is the held-out part of the bundled corpus (`bench.quality.corpus`). It is divided into
+windows, each with its own context. The model computes the probability of each token of the text,
+given the tokens before it. Attention reads K and V only from the cache record. So one pass over a
+window stores and reads the same values as decoding it token by token.
 
     capacity            tokens per GiB of KV blocks of this model, scales and padding included
     attention_error     root of Σ|o' - o|² / Σ|o|² over all layers: o is attention over fp32 KV, o'
@@ -39,22 +39,22 @@ from engine.worker.blocks import BlockId
 
 BLOCK_SIZE = 16
 GIB = 2**30
-ATTENTION_WINDOWS = 4  # few windows, as plain torch is slow here and the error varies little
+ATTENTION_WINDOWS = 4  # few windows, because plain torch is slow and the error varies little
 
 Window = list[int]
 
 
 @dataclass(frozen=True, slots=True)
 class QualitySetting:
-    """A format of weights and one of KV."""
+    """A format of weights and a format of KV."""
 
     weights: WeightFormat
     kv_format: KVFormat
 
     @property
     def name(self) -> str:
-        """Returns the setting's name in results: the KV format, the weights, or both, if not
-        fp32.
+        """Returns the setting's name in results: the KV format, the weight format, or both. fp32 is
+        left out.
         """
         if self.weights is WeightFormat.FP32:
             return f"kv_{self.kv_format}"
@@ -73,25 +73,25 @@ SETTINGS = (
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """A model's predictions along the windows."""
+    """A model's predictions for all tokens of the windows."""
 
-    log_likelihood: float  # mean natural log-likelihood
+    log_likelihood: float  # mean natural log-likelihood of the tokens
     choices: torch.Tensor  # [num_predictions] int64: the most likely token of each position
 
     @property
     def perplexity(self) -> float:
-        """Returns the perplexity of the predicted tokens."""
+        """Returns the perplexity of the text's tokens."""
         return math.exp(-self.log_likelihood)
 
     def agreement(self, other: "Scores") -> float:
-        """Returns the share of positions at which both choose the same token."""
+        """Returns the share of positions at which both models have the same most likely token."""
         return float((self.choices == other.choices).float().mean())
 
 
 def measure(
     checkpoint: Path, windows: Sequence[Window], *, threads: int, say: Say = say_nothing
 ) -> tuple[Result, ...]:
-    """Returns all results, in the order of the table above."""
+    """Returns all results, in the order of the table in this module's docstring."""
     torch.set_num_threads(threads)
     say("attention over each KV format")
     figures = capacities(checkpoint) | attention_errors(checkpoint, windows[:ATTENTION_WINDOWS])
@@ -107,7 +107,7 @@ def measure(
 def held_out_windows(
     tokenizer_file: Path, *, num_windows: int, window_len: int, seed: int
 ) -> list[Window]:
-    """Returns windows of the held-out text, drawn without repetition."""
+    """Returns random windows of the held-out text, without repetition."""
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     texts = [
         document.text
@@ -122,7 +122,7 @@ def held_out_windows(
 
 
 def figures_of(setting: QualitySetting, scores: Scores, exact: Scores) -> dict[str, Figure]:
-    """Returns the cost of a setting relative to fp32 weights and KV."""
+    """Returns the loss of quality of a setting, relative to fp32 weights and fp32 KV."""
     change = scores.perplexity / exact.perplexity - 1
     return {
         f"perplexity/{setting.name}": Figure(scores.perplexity, ""),
@@ -132,7 +132,7 @@ def figures_of(setting: QualitySetting, scores: Scores, exact: Scores) -> dict[s
 
 
 def capacities(checkpoint: Path) -> dict[str, Figure]:
-    """Returns the tokens of KV per GiB, by format."""
+    """Returns the tokens of KV per GiB, by KV format."""
     sections = load(checkpoint, kv_format=KVFormat.FP32, block_size=BLOCK_SIZE).layout.sections
     layouts = {form: KVLayout(BLOCK_SIZE, form, sections) for form in KVFormat}
     return {
@@ -142,11 +142,11 @@ def capacities(checkpoint: Path) -> dict[str, Figure]:
 
 
 def attention_errors(checkpoint: Path, windows: Sequence[Window]) -> dict[str, Figure]:
-    """Returns the error of attention over each KV format but fp32."""
+    """Returns the error of attention for each KV format except fp32."""
     loaded = load(checkpoint, kv_format=KVFormat.FP32, block_size=BLOCK_SIZE)
     sections, num_tokens = loaded.layout.sections, max(map(len, windows))
     caches = {form: _cache(KVLayout(BLOCK_SIZE, form, sections), num_tokens) for form in KVFormat}
-    # Sums of squared differences; for fp32, of squared outputs.
+    # Sums of squared differences by format; for fp32, the sum of squared outputs.
     squares = dict.fromkeys(KVFormat, 0.0)
 
     def attend(  # noqa: PLR0913 (the seam of all implementations)
@@ -184,7 +184,9 @@ def attention_errors(checkpoint: Path, windows: Sequence[Window]) -> dict[str, F
 def score(
     checkpoint: Path, setting: QualitySetting, windows: Sequence[Window], *, threads: int
 ) -> Scores:
-    """Returns the engine's predictions, with weights and KV in the formats of a worker."""
+    """Returns the engine's predictions. Weights and KV have the formats of a worker with this
+    setting.
+    """
     loaded = load(checkpoint, kv_format=setting.kv_format, block_size=BLOCK_SIZE)
     engine = CpuForward(loaded, setting.weights, threads=threads)
     cache = _cache(loaded.layout, max(map(len, windows)))
@@ -207,6 +209,6 @@ def _cache(layout: KVLayout, num_tokens: int) -> KVCache:
 
 
 def _row(token_ids: Window, cache: KVCache) -> Row:
-    """Returns a row over one window that uses all blocks of the cache."""
+    """Returns a row for one window, which uses all blocks of the cache."""
     table = [BlockId(i) for i in range(cache.num_blocks)]
     return Row(SeqId("window"), token_ids, 0, table, None)

@@ -1,4 +1,6 @@
-"""`baton bench quality`: what KV and weight formats cost in quality, and how much KV fits."""
+"""`baton bench quality`: the loss of quality by KV and weight formats, and the KV that fits in
+memory.
+"""
 
 import importlib
 from dataclasses import dataclass, replace
@@ -37,18 +39,18 @@ class QualityStudy(Experiment):
 
     @property
     def title(self) -> str:
-        """Returns the line above the table."""
+        """Returns the title of the table."""
         return (
             f"{self._model} model on held-out text: at most {self.windows} windows of"
             f" {self.window_len} tokens"
         )
 
     def quick(self) -> Self:
-        """Returns a study of a few windows."""
+        """Returns a study with a few windows."""
         return replace(self, windows=min(self.windows, QUICK_WINDOWS))
 
     def measure(self, say: Say) -> Findings:
-        """Raises ConfigError without torch."""
+        """Runs the study. Raises ConfigError without torch."""
         parts = _parts()
         windows = parts.held_out_windows(
             self.checkpoint / "tokenizer.json",
@@ -61,15 +63,15 @@ class QualityStudy(Experiment):
         return Findings(found, config={"num_windows": len(windows), "num_threads": threads})
 
     def config(self) -> dict[str, Scalar]:
-        """Returns the model and the length of a window; `measure` adds what it found."""
+        """Returns the model and the length of a window. `measure` adds measured facts."""
         return {"checkpoint": self._model, "window_len": self.window_len}
 
     def show(self, console: Console, report: Report) -> None:
-        """Prints a row for each setting."""
+        """Prints the results with a row for each setting."""
         print_pivot(console, report)
 
     def plot(self, report: Report, found: Findings, path: Path) -> None:
-        """Draws a panel for each thing that is measured, with a bar for each setting."""
+        """Draws a panel for each measured thing, with a bar for each setting."""
         panels: dict[str, dict[str, float]] = {}
         for result in report.results:
             thing, _, setting = result.name.partition("/")

@@ -1,1 +1,1 @@
-"""`baton bench serve`: load on a running server."""
+"""`baton bench serve`: sends a load to a running server and measures latency and throughput."""

@@ -1,4 +1,4 @@
-"""`baton bench serve`: its options, and what is printed, written and plotted."""
+"""`baton bench serve`: its options, and its output as text, files and plots."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -40,7 +40,7 @@ from bench.serve.run import ServeMeasured
 from engine.command_options import expanded
 from engine.errors import ConfigError
 
-SWEEP_STEP_S = 10.0  # a trial's arrivals last at least so long
+SWEEP_STEP_S = 10.0  # least seconds of a trial's arrivals
 
 
 @expanded
@@ -122,7 +122,8 @@ def serve(  # noqa: PLR0913 (one parameter for each option is how typer declares
 def swept(
     plan: ServePlan, goal: SweepGoal, measure: Callable[[ServePlan], ServeMeasured]
 ) -> tuple[ServePlan, ServeMeasured, dict[str, Figure]]:
-    """The plan at the highest rate within the bounds, its measurement, and the sweep's figures.
+    """Searches for the highest rate within the bounds. Returns the plan at this rate, its
+    measurement, and the sweep's figures.
 
     Raises ConfigError if the plan has no bounds or no rate, or if no rate passes.
     """
@@ -133,7 +134,8 @@ def swept(
     while (rate := search.next_per_s) is not None:
         number = max(plan.load.num_requests, round(rate * SWEEP_STEP_S))
         load = replace(plan.load, rate_per_s=rate, num_requests=number, num_repeats=1)
-        trial, seed = replace(plan, load=load, seed=seed), seed + 1  # no trial meets cached prompts
+        # a new seed for each trial, so that its prompts are not cached
+        trial, seed = replace(plan, load=load, seed=seed), seed + 1
         measured = measure(trial)
         [run] = measured.runs
         step = search.record(num_within(run, plan.slo or SloBounds()), len(run.outcomes))
@@ -164,7 +166,7 @@ def _check_sweep(plan: ServePlan) -> None:
 
 
 def _warnings(plan: ServePlan, runs: tuple[LoadRun, ...]) -> list[str]:
-    """The warnings of a load; lengths are compared only where the plan fixes them."""
+    """Returns the warnings about a load. Lengths are checked only if the plan fixes them."""
     ask, is_plain = plan.ask, plan.replay is None and plan.talk.is_single
 
     def fixed_len(spread: LengthSpread) -> float | None:

@@ -1,6 +1,6 @@
-"""One self-contained HTML page about a load: figures, plots over time, the slowest requests. Pure.
+"""Renders a load as one self-contained HTML page: figures, plots, and the slowest requests. Pure.
 
-The page holds no script and loads nothing. All texts of others, such as errors, are escaped.
+The page has no script and loads no other files. Texts from outside, such as errors, are escaped.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,7 +46,9 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere }
 
 
 def spans_of(run: LoadRun) -> list[RequestSpan]:
-    """Returns the run's requests on the run's clock. A failed request ends when it begins."""
+    """Returns the times of the run's requests, on the run's clock. A failed request ends when it
+    begins.
+    """
     return [_span(one) for one in run.outcomes]
 
 
@@ -68,7 +70,7 @@ def page_of(
     title: str,
     warnings: Sequence[str],
 ) -> str:
-    """The page. Plots and timelines show the last run."""
+    """Returns the page as HTML. Plots and timelines show the last run."""
     slo = slo or SloBounds()
     run = runs[-1]
     which = f" of the last of {len(runs)} runs" if len(runs) > 1 else ""
@@ -98,7 +100,9 @@ def page_of(
 
 
 def _sweep(report: Report) -> list[str]:
-    """Shows the share within bounds by rate, if the load was a sweep."""
+    """Returns HTML with the share of requests within the bounds by rate, if the load was a
+    sweep.
+    """
     shares = {
         float(one.name.removeprefix(SHARE_AT)): one.value
         for one in report.results
@@ -151,7 +155,7 @@ def _distributions(run: LoadRun, slo: SloBounds) -> str:
 
 
 def _tables(report: Report) -> list[str]:
-    """Latencies with a column for each statistic, and the other figures."""
+    """Returns HTML tables: latencies with a column for each statistic, and the other figures."""
     latencies, others = latencies_and_others(report.results)
     columns = columns_of(others)
     rows = [[*row] for row in zip(*columns.values(), strict=True)]
@@ -189,19 +193,19 @@ def _ms(value_s: float | None) -> float | None:
 
 NUM_SLOWEST = 20
 BAR_WIDTH = 1040
-MOST_TICKS = 400  # ticks of chunks in one bar
+MOST_TICKS = 400  # most ticks of chunks in one bar
 WAIT, FIRST, REST = (f'class="{name}" height="16"' for name in ("wait", "first", "rest"))
 STAGE_COLOURS = ("#0072b2", "#cc79a7", "#f0e442", "#009e73", "#d55e00", "#8c6bb1", "#7fbf3f")
 
 
 def slowest_of(run: LoadRun) -> list[tuple[RequestOutcome, Answer]]:
-    """Returns the answers that took longest from their due time, the slowest first."""
+    """Returns the answers that took longest from their due time to their end, the slowest first."""
     ordered = sorted(run.answered, key=lambda pair: -(pair[0].delay_s + pair[1].e2e_s))
     return ordered[:NUM_SLOWEST]
 
 
 def timelines_of(run: LoadRun) -> list[str]:
-    """A legend, then a bar for each of the slowest requests, as HTML."""
+    """Returns HTML with a legend, and a bar for each of the slowest requests."""
     slowest = slowest_of(run)
     if not slowest:
         return ["<p>No request was answered.</p>"]
@@ -214,7 +218,7 @@ def timelines_of(run: LoadRun) -> list[str]:
 
 
 def _legend(colours: Mapping[str, str]) -> str:
-    """Explains the colours of the bars."""
+    """Returns HTML that explains the colours of the bars."""
     own = {
         "from the due time to sending": "#999",
         "until the first token": "#e69f00",
@@ -233,7 +237,9 @@ def _named(colours: Mapping[str, str]) -> str:
 
 
 def _stages(answer: Answer) -> dict[str, float]:
-    """The server's stages, which follow each other. Durations that overlap them are left out."""
+    """Returns the consecutive stages of the server. Durations that overlap with stages are left
+    out.
+    """
     return {name: value for name, value in answer.timeline_s.items() if name not in MEASURES}
 
 

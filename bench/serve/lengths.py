@@ -1,22 +1,22 @@
-"""Lengths of requests, as options write them, and sessions of requests. Pure.
+"""Parses lengths of requests from options, and draws sessions of requests. Pure.
 
 | option                      | drawn lengths                                                |
 |-----------------------------|--------------------------------------------------------------|
 | `128`                       | always 128                                                   |
 | `uniform:64-256`            | every whole number of the range, equally likely              |
 | `lognormal:128,0.8`         | median 128; 0.8 is the deviation of the logarithm            |
-| `lognormal:128,0.8,16-2048` | the same, moved to the nearest end of the range if outside   |
+| `lognormal:128,0.8,16-2048` | the same, clipped to the range                               |
 
-Sessions are a function of the plan and its seed. A session is one user or one agent. Its turns
-follow each other: each is due `pause_s` after the end of the answer before it, and sends all
-earlier turns and answers along. The first turn of a session is due at a time that is fixed before
-the load begins. In a closed loop it is due as soon as a client is free.
+The plan and its seed determine the sessions. A session is one user or one agent. Its turns follow
+each other: a turn is due `pause_s` after the end of the previous answer, and its prompt contains
+all earlier turns and answers. In an open loop, the due time of a session's first turn is fixed
+before the load begins. In a closed loop, the first turn is due as soon as a client is free.
 
-A turn of an agent has several steps: the model's answer stands for a call of a tool, and the next
-step brings the tool's result after the time that the tool took.
+A turn of an agent has several steps. The model's answer represents the call of a tool. After the
+tool's time, the next step sends the tool's result.
 
-Answers of earlier turns come back as the text that the server gave. Prompts of token ids cannot
-hold text: there, as many random ids stand for an answer.
+Later prompts contain earlier answers as the text that the server sent. Prompts of token ids cannot
+contain text, so random ids, equally many, replace the answer.
 """
 
 import math
@@ -41,9 +41,10 @@ MOST = 10_000_000
 
 @dataclass(frozen=True, slots=True)
 class LengthSpread:
-    """A distribution of whole numbers in `least … most`.
+    """A distribution of whole numbers from `least` to `most`.
 
-    Without a `median` it is uniform. With one it is log-normal, with `deviation` of the logarithm.
+    Without a `median` the distribution is uniform. With a `median` it is log-normal, and
+    `deviation` is the deviation of the logarithm.
     """
 
     least: int
@@ -52,18 +53,20 @@ class LengthSpread:
     deviation: float = 0.0
 
     def draw(self, rng: Random) -> int:
-        """One length."""
+        """Draws one length."""
         if self.least == self.most:
             return self.least
         if self.median is None:
             return rng.randint(self.least, self.most)
-        # The bound keeps the exponential of a wide distribution finite.
+        # This limit keeps the exponential of a wide distribution finite.
         exponent = min(rng.gauss(0.0, self.deviation), math.log(MOST))
         return min(max(round(self.median * math.exp(exponent)), self.least), self.most)
 
     @property
     def typical(self) -> float:
-        """Mean of a uniform distribution, median of a log-normal one."""
+        """Returns the mean of a uniform distribution, or the median of a log-normal
+        distribution.
+        """
         return (self.least + self.most) / 2 if self.median is None else self.median
 
     def __str__(self) -> str:
@@ -75,7 +78,7 @@ class LengthSpread:
 
 
 def fixed(length: int) -> LengthSpread:
-    """The distribution that has only this length."""
+    """Returns the distribution whose only value is this length."""
     return LengthSpread(length, length)
 
 
@@ -96,9 +99,10 @@ def lengths_of(option: str, text: str, *, least: int = 1) -> LengthSpread:
 
 
 def lengths_option(name: str, help_text: str) -> Any:
-    """The option of a field that holds lengths."""
+    """Returns the type of an option whose value is a distribution of lengths."""
 
-    def read(given: str | LengthSpread) -> LengthSpread:  # click also passes the default value
+    # click also calls this with the default, which is a LengthSpread
+    def read(given: str | LengthSpread) -> LengthSpread:
         return given if isinstance(given, LengthSpread) else lengths_of(name, given)
 
     return typer.Option(name, parser=read, metavar="LENGTHS", help=help_text)
@@ -122,23 +126,25 @@ def _range(text: str) -> tuple[int, int]:
     return int(low), int(high)
 
 
-Symbol = int | str  # an element of a prompt: token ids or words, never mixed
+Symbol = int | str  # an element of a prompt: a token id or a word, never both in one prompt
 Symbols = Sequence[Symbol]
 
 
 @dataclass(frozen=True, slots=True)
 class SessionTurn:
-    """One request: what it adds to its session, in words or token ids."""
+    """One request. It has the words or token ids that it adds to its session."""
 
     added: tuple[Symbol, ...]
     output_len: int
-    pause_s: float = 0.0  # pause after the previous answer; unused in a first turn
-    stand_in: tuple[Symbol, ...] = ()  # token ids in place of the answer, for later turns
+    pause_s: float = 0.0  # seconds after the previous answer; unused in a first turn
+    stand_in: tuple[Symbol, ...] = ()  # token ids that replace the answer in later prompts
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """Turns of one user. Without `due_s` it begins when a client of a closed loop is free."""
+    """The turns of one user. Without `due_s`, the session begins when a client of a closed loop is
+    free.
+    """
 
     number: int
     turns: tuple[SessionTurn, ...]
@@ -146,13 +152,15 @@ class Session:
 
     @property
     def has_history(self) -> bool:
-        """True if later turns send answers along."""
+        """Returns True if later turns contain earlier answers."""
         return len(self.turns) > 1
 
 
 @dataclass(frozen=True, slots=True)
 class TalkShape:
-    """The shape of sessions. One turn of one step is a request without history."""
+    """The numbers of turns and steps in a session, and their pauses. A turn of one step is a
+    request without history.
+    """
 
     turns: Annotated[
         LengthSpread, lengths_option("--turns", "Turns of a session, as a length.")
@@ -171,13 +179,13 @@ class TalkShape:
 
     @property
     def is_single(self) -> bool:
-        """True if every session is one request."""
+        """Returns True if every session is a single request."""
         return self.turns.most == 1 and self.steps.most == 1
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLengths:
-    """Lengths of user turns and answers. Shared prefixes are part of a session's first turn."""
+    """Lengths of user turns and answers. A shared prefix is part of a session's first turn."""
 
     input_len: LengthSpread
     output_len: LengthSpread
@@ -187,9 +195,11 @@ class PromptLengths:
 
 @dataclass(frozen=True, slots=True)
 class ArrivalShape:
-    """Due times of sessions. With `clients` it is a closed loop, and no time is fixed."""
+    """The distribution of due times of sessions. With `clients` it is a closed loop, without fixed
+    times.
+    """
 
-    rate_per_s: float  # requests
+    rate_per_s: float  # requests per second
     burstiness: float = 1.0
     ramp_to_per_s: float | None = None
     clients: int | None = None
@@ -204,10 +214,10 @@ def drawn_sessions(
     shape: Random,
     content: Random,
 ) -> list[Session]:
-    """Sessions with `num_requests` requests in all; the last session may end early.
+    """Draws sessions with `num_requests` requests in total. The last session may end early.
 
-    `shape` draws lengths, turns and pauses, `content` draws words or ids. No due time
-    is set. Sessions begin with different symbols while the vocabulary lasts.
+    `shape` draws lengths, turns and pauses, `content` draws words or ids. No due time is set.
+    Sessions begin with different symbols, as long as the vocabulary has enough.
     """
     symbols: Symbols = WORDS if vocab is None else vocab
     prefixes = [
@@ -238,7 +248,7 @@ def _turns(  # noqa: PLR0913 (the shape of a session and two generators)
     *,
     has_ids: bool,
 ) -> Iterator[SessionTurn]:
-    """Turns of one session; the first begins with the symbols `first`."""
+    """Draws the turns of one session. The first turn begins with the symbols `first`."""
     keeps_history = not talk.is_single
     begin = first
     for _ in range(talk.turns.draw(shape)):
@@ -262,10 +272,10 @@ def _turns(  # noqa: PLR0913 (the shape of a session and two generators)
 
 
 def arranged(sessions: Sequence[Session], arrivals: ArrivalShape, rng: Random) -> list[Session]:
-    """The sessions with their due times.
+    """Returns the sessions with their due times.
 
-    `rate_per_s` counts requests. A session of n requests takes n of them, so sessions begin at the
-    rate divided by their mean number of requests.
+    `rate_per_s` counts requests. So sessions begin at this rate divided by the mean number of
+    requests per session.
     """
     if arrivals.clients is not None or not sessions:
         return [*sessions]
@@ -285,14 +295,14 @@ def arranged(sessions: Sequence[Session], arrivals: ArrivalShape, rng: Random) -
 
 
 def replayed(trace: Trace, vocab: Sequence[int] | None, seed: int | str) -> list[Session]:
-    """A session of one turn for each request of a trace, at its recorded time.
+    """Returns a session of one turn for each request of a trace, due at the recorded time.
 
     Equal block ids give equal symbols, so shared prefixes stay shared. A request without block ids
-    shares nothing.
+    shares no prefix.
     """
     symbols: Symbols = WORDS if vocab is None else vocab
 
-    @lru_cache(maxsize=4096)  # recent prefixes are the ones that come again
+    @lru_cache(maxsize=4096)  # prefixes that were used recently are likely to be used again
     def block(name: str) -> list[Symbol]:
         return Random(f"{seed}/{name}").choices(symbols, k=trace.block_tokens)
 
@@ -314,7 +324,7 @@ def replayed(trace: Trace, vocab: Sequence[int] | None, seed: int | str) -> list
 
 
 class Conversation:
-    """Makes the prompt of each turn of one session, out of earlier turns and their answers."""
+    """Makes the prompts of one session's turns from earlier turns and their answers."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
@@ -323,7 +333,7 @@ class Conversation:
         self._has_ids = False
 
     def prompt(self, turn: SessionTurn) -> Prompt | Messages:
-        """Returns all earlier turns and answers, then this turn."""
+        """Returns the prompt: all earlier turns and answers, then this turn."""
         ids = [symbol for symbol in turn.added if isinstance(symbol, int)]
         if ids or self._has_ids:
             self._has_ids = True
@@ -336,7 +346,7 @@ class Conversation:
         return "\n".join(message["content"] for message in self._messages)
 
     def answered(self, turn: SessionTurn, said: str) -> None:
-        """Adds the answer to a turn."""
+        """Records the answer to a turn."""
         if self._has_ids:
             self._ids += (symbol for symbol in turn.stand_in if isinstance(symbol, int))
         else:

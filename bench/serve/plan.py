@@ -1,8 +1,10 @@
-"""The plan of one `bench serve`, from its options. Pure, except that a trace is a file.
+"""The plan of one run of `bench serve`, from its options. Pure, except that it reads traces from
+files.
 
-Two runs of one plan send the same load: arrival times and prompts are functions of the seed. All
-repetitions have the same arrival times and lengths, so that their spread is the server's. Each
-repetition has new prompts, so that none hits the prefix cache of the previous one.
+Two runs of one plan send the same load, because the seed determines arrival times and prompts. All
+repetitions have the same arrival times and lengths, so differences between them are due to the
+server. Each repetition has new prompts, which cannot hit the prefix cache of the previous
+repetition.
 """
 
 import math
@@ -41,7 +43,7 @@ QUICK_TIMEOUT_S = 18.0
 QUICK_INPUT_LEN = 128
 QUICK_OUTPUT_LEN = 32
 MOST_PROCESSES = 64
-WARMUP_LEN = 64  # most tokens of a warm-up's answer
+WARMUP_LEN = 64  # most tokens of an answer in the warm-up
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ class ServeTarget:
 
 @dataclass(frozen=True, slots=True)
 class ServeLoad:
-    """Number and arrival times of requests."""
+    """The number of requests and their arrival times."""
 
     rate_per_s: Annotated[
         float, typer.Option("--rate", help="Requests/s; inf sends all at once.")
@@ -90,7 +92,7 @@ class ServeLoad:
 
 @dataclass(frozen=True, slots=True)
 class ServeAsk:
-    """The content of each request. Prompts are token ids with a tokenizer, words without one."""
+    """The content of each request. Prompts are token ids if there is a tokenizer, else words."""
 
     input_len: Annotated[
         LengthSpread,
@@ -119,7 +121,7 @@ class ServeAsk:
 
 @dataclass(frozen=True, slots=True)
 class ServeReplay:
-    """A recorded load: its file, factor on its arrival rate, divisor of its lengths."""
+    """A recorded load: its file, a factor for its arrival rate, and a divisor for its lengths."""
 
     path: Path
     speed_up: float = 1.0
@@ -128,7 +130,7 @@ class ServeReplay:
 
 @dataclass(frozen=True, slots=True)
 class ServePlan:
-    """One benchmark of one server. With `replay`, arrivals and lengths are the trace's."""
+    """One benchmark of one server. With `replay`, arrivals and lengths are from the trace."""
 
     target: ServeTarget
     load: ServeLoad
@@ -140,7 +142,7 @@ class ServePlan:
 
 
 def check(plan: ServePlan) -> ServePlan:
-    """Returns the plan. Raises ConfigError, which names the option that is wrong."""
+    """Returns the plan. Raises ConfigError, which names the wrong option."""
     load, ask = plan.load, plan.ask
     if not load.rate_per_s > 0:
         raise ConfigError(f"--rate must be above 0, not {load.rate_per_s}")
@@ -157,7 +159,7 @@ def check(plan: ServePlan) -> ServePlan:
 
 
 def _check_loop(plan: ServePlan) -> None:
-    """Raises ConfigError for options that exclude each other."""
+    """Raises ConfigError if options exclude each other."""
     load, talk = plan.load, plan.talk
     if load.ramp_to_per_s is not None:
         if not 0 < load.ramp_to_per_s < math.inf or math.isinf(load.rate_per_s):
@@ -181,7 +183,7 @@ def _check_loop(plan: ServePlan) -> None:
 
 
 def sized(plan: ServePlan) -> ServePlan:
-    """The plan with as many requests as its trace has, if that is fewer. Raises TraceError."""
+    """Returns the plan with at most as many requests as its trace has. Raises TraceError."""
     if plan.replay is None:
         return plan
     number = len(trace_of(plan, plan.replay).requests)
@@ -189,9 +191,10 @@ def sized(plan: ServePlan) -> ServePlan:
 
 
 def quick(plan: ServePlan) -> ServePlan:
-    """A smaller plan, which takes under 50 s even if the server lets requests hang.
+    """Returns a smaller plan, which takes under 50 s even if the server does not answer.
 
-    It takes at most 18 s to warm up, about 8 s of arrivals, and at most 18 s for the last request.
+    It takes at most 18 s for the warm-up, about 8 s of arrivals, and at most 18 s for the last
+    request.
     """
     load, ask, target = plan.load, plan.ask, plan.target
     return replace(
@@ -220,14 +223,16 @@ def _at_most(lengths: LengthSpread, most: int) -> LengthSpread:
 def sessions(
     plan: ServePlan, vocab: Sequence[int] | None
 ) -> tuple[list[Session], list[list[Session]]]:
-    """The sessions of the warm-up, and the sessions of each repetition. All prompts differ."""
+    """Returns the sessions of the warm-up, and the sessions of each repetition. All prompts
+    differ.
+    """
     return warmup_sessions(plan, vocab), [
         repetition(plan, vocab, number) for number in range(plan.load.num_repeats)
     ]
 
 
 def warmup_sessions(plan: ServePlan, vocab: Sequence[int] | None) -> list[Session]:
-    """Single requests of the plan's typical lengths, sent before anything is measured."""
+    """Returns sessions of one request with the plan's typical lengths, for the warm-up."""
     lengths = PromptLengths(
         fixed(max(round(plan.ask.input_len.typical), plan.ask.shared_prefix_len + 1)),
         fixed(min(round(plan.ask.output_len.typical), WARMUP_LEN)),
@@ -243,7 +248,7 @@ def warmup_sessions(plan: ServePlan, vocab: Sequence[int] | None) -> list[Sessio
 
 
 def repetition(plan: ServePlan, vocab: Sequence[int] | None, number: int) -> list[Session]:
-    """The sessions of one repetition."""
+    """Returns the sessions of one repetition."""
     load, ask = plan.load, plan.ask
     if plan.replay is not None:
         return replayed(trace_of(plan, plan.replay), vocab, f"{plan.seed}/{number}")
@@ -261,13 +266,15 @@ def repetition(plan: ServePlan, vocab: Sequence[int] | None, number: int) -> lis
 
 
 def trace_of(plan: ServePlan, replay: ServeReplay) -> Trace:
-    """The first requests of the trace, sped up and shortened. Raises TraceError."""
+    """Returns the first requests of the trace, sped up and shortened as in the plan. Raises
+    TraceError.
+    """
     read = read_trace(replay.path).first(plan.load.num_requests)
     return read.sped_up(replay.speed_up).shortened(replay.shorten)
 
 
 def rate_text(plan: ServePlan) -> str:
-    """Describes the load's rate in words."""
+    """Returns the load's rate in words."""
     load, replay = plan.load, plan.replay
     if replay is not None:
         return f"of {replay.path.name} × {replay.speed_up:g}"
@@ -279,7 +286,7 @@ def rate_text(plan: ServePlan) -> str:
 
 
 def shape_of(plan: ServePlan) -> str:
-    """Describes the requests in words; a trace has its own description."""
+    """Returns a description of the requests in words. A trace has its own description."""
     if plan.replay is not None:
         return ""
     ask, talk = plan.ask, plan.talk
@@ -291,7 +298,7 @@ def shape_of(plan: ServePlan) -> str:
 
 
 def config_of(plan: ServePlan, model: str) -> dict[str, Scalar]:
-    """The plan as a flat mapping for the report, without secrets."""
+    """Returns the plan as a flat mapping for the report, without secrets."""
     target, slo, talk = plan.target, plan.slo or SloBounds(), plan.talk
     ask, replay = plan.ask, plan.replay
     return {
@@ -323,7 +330,7 @@ def _scalar(lengths: LengthSpread) -> Scalar:
 
 
 def base_url(url: str) -> str:
-    """The server's address without a trailing slash or `/v1`, which users often paste."""
+    """Returns the server's address without a trailing slash or `/v1`, which users often add."""
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
@@ -333,7 +340,7 @@ def _without_password(url: str) -> str:
 
 
 def _finite(value: Scalar) -> Scalar:
-    return "inf" if value == math.inf else value  # JSON has no infinity
+    return "inf" if value == math.inf else value  # JSON cannot encode infinity
 
 
 def _ms(value_s: float | None) -> float | None:

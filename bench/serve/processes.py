@@ -1,8 +1,8 @@
-"""Client processes of `bench serve`: shares one load among them, and shows its progress.
+"""Runs the client processes of `bench serve`: divides a load among them, and prints its progress.
 
-Every process draws the same plan and plays its own share of the sessions: the first of n processes
-plays sessions 0, n, 2n and so on. All processes take the same moment as the load's time 0, since
-Linux has one monotonic clock for all of them.
+Every process draws all sessions of the plan and plays its own share: the first of n processes plays
+sessions 0, n, 2n and so on. The load's time 0 is the same moment in all processes, since Linux has
+one monotonic clock for all processes.
 """
 
 import multiprocessing.connection
@@ -44,16 +44,16 @@ from bench.serve.run import (
 )
 from engine.clock import MonotonicClock
 
-READY_TIMEOUT_S = 120.0  # time in which the slowest process must have drawn its share
-LEAD_S = 0.1  # from the moment when all are ready to the load's time 0
+READY_TIMEOUT_S = 120.0  # seconds in which the slowest process must have drawn its sessions
+LEAD_S = 0.1  # seconds from the moment when all processes are ready to the load's time 0
 REFRESH_PER_S = 4
-BAR_WIDTH = 16  # columns of the terminal
+BAR_WIDTH = 16  # width of the progress bar in columns of the terminal
 
-_shared: "_Shared"  # set in each client process when it starts
+_shared: "_Shared"  # set in each client process at its start
 
 
 class _Shared:
-    """What all processes of a load share."""
+    """Objects that all client processes of a load share."""
 
     def __init__(self, counts: Any, start_s: Any, barrier: Barrier) -> None:
         self.counts = counts
@@ -61,7 +61,7 @@ class _Shared:
         self.barrier = barrier
 
     def agreed_start_s(self) -> float:
-        """Waits for all processes; returns the moment at which all begin."""
+        """Waits until all processes are ready. Returns the time at which all begin."""
         if self.barrier.wait(READY_TIMEOUT_S) == 0:
             self.start_s.value = MonotonicClock().now_s() + LEAD_S
         self.barrier.wait(READY_TIMEOUT_S)
@@ -69,7 +69,7 @@ class _Shared:
 
 
 def measure_shown(plan: ServePlan) -> ServeMeasured:
-    """Measures the plan with as many processes as it asks for, and shows progress on stderr."""
+    """Measures the plan with its number of processes. Shows the progress on stderr."""
     if plan.load.num_processes > 1:
         return _measure_in_processes(plan)
     counts = [0.0] * NUM_COUNTS
@@ -91,8 +91,7 @@ def _measure_in_processes(plan: ServePlan) -> ServeMeasured:
     ):
         runs = []
         for repeat in range(plan.load.num_repeats):
-            # Each process gets one share, because it waits at the barrier until all processes have
-            # one.
+            # Each process gets one share, because it waits until all processes have a share.
             shares = [pool.submit(_play, plan, repeat, model, place) for place in range(number)]
             runs.append(merged([share.result() for share in shares]))
     return measured_of(model, runs)
@@ -100,7 +99,9 @@ def _measure_in_processes(plan: ServePlan) -> ServeMeasured:
 
 @contextmanager
 def children_end_early() -> Iterator[None]:
-    """Ends our client processes if the block is left early: their pool would wait for the load."""
+    """Ends our client processes if the block raises. Otherwise the pool would wait for the whole
+    load.
+    """
     try:
         yield
     except BaseException:
@@ -110,7 +111,7 @@ def children_end_early() -> Iterator[None]:
 
 
 def merged(shares: Sequence[LoadRun]) -> LoadRun:
-    """Joins the shares of all processes to one run."""
+    """Joins the results of all processes into one run."""
     outcomes = sorted((one for share in shares for one in share.outcomes), key=lambda o: o.due_s)
     costs = [share.cost for share in shares if share.cost is not None]
     cost = ClientCost(sum(c.cpu_s for c in costs), costs[0].num_cores) if costs else None
@@ -118,7 +119,7 @@ def merged(shares: Sequence[LoadRun]) -> LoadRun:
 
 
 def share_of(plan: ServePlan, place: int) -> ServePlan:
-    """The plan of one process: its part of clients and of slots."""
+    """Returns the plan of one process, with its part of the clients and of the slots."""
     load = plan.load
     number = load.num_processes
 
@@ -142,13 +143,13 @@ def _begin(counts: Any, start_s: Any, barrier: Barrier) -> None:
 
 
 def _end_with(sentinel: int) -> None:
-    """Ends this process as soon as its parent has ended, even by SIGKILL."""
+    """Makes the kernel end this process when its parent ends, even by SIGKILL."""
     multiprocessing.connection.wait([sentinel])
     os._exit(1)
 
 
 def _play(plan: ServePlan, repeat: int, model: str, place: int) -> LoadRun:
-    """Runs in a client process."""
+    """Plays one share of the sessions, in a client process."""
     run: LoadRun = uvloop.run(
         play_repetition(
             share_of(plan, place),
@@ -164,7 +165,7 @@ def _play(plan: ServePlan, repeat: int, model: str, place: int) -> LoadRun:
 
 
 class _Told(ProgressColumn):
-    """The counts of all processes in words."""
+    """Returns the summed counts of all processes in words."""
 
     def __init__(self, counts: Sequence[Sequence[float]], slo: SloBounds | None) -> None:
         super().__init__(Column(no_wrap=True, overflow="ellipsis"))
@@ -179,7 +180,7 @@ class _Told(ProgressColumn):
 
 @contextmanager
 def _progress(counts: Sequence[Sequence[float]], plan: ServePlan) -> Iterator[None]:
-    """Shows a line that follows the counts, where stderr is a terminal."""
+    """Prints a line with the current counts during the block, if stderr is a terminal."""
     console = Console(stderr=True)
     shown = Progress(
         TextColumn("{task.description}", markup=False),

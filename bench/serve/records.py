@@ -1,19 +1,21 @@
-"""One row for each request of a load, and the search for the highest rate that is met. Pure.
+"""Writes one CSV row per request of a load, and searches for the highest rate within bounds. Pure.
 
-Rows are for CSV files and comparisons. Times are seconds from the start of the run, latencies
-milliseconds. Cells of latencies that a request does not have are empty.
+In a row, times are seconds from the start of the run, and latencies are milliseconds. If a request
+lacks a latency, the cell is empty.
 
 The search finds the highest rate at which enough requests meet their bounds.
 
 1. The rate doubles (or halves) until one rate passes and a higher one fails.
-2. Bisection of the logarithm follows, until failing is within `precision` of passing.
+2. The interval is bisected on a log scale, until the failing rate is within `precision` of the
+   passing rate.
 
-A trial is k of n requests within the bounds. It passes if Wilson's 95 % interval of the share lies
-above the goal, and fails if it lies below. Otherwise the same rate is tried again and its requests
-are added. After `MOST_TRIALS` trials the share itself decides, and the rate is marked as unsure.
+In a trial, k of n requests are within the bounds. It passes if Wilson's 95 % interval of the share
+lies above the goal, and fails if it lies below. Otherwise the same rate is tried again, and the
+requests of both trials are added. After `MOST_TRIALS` trials the share is compared with the goal
+without an interval, and the rate is marked as unsure.
 
 Requests of one trial wait in the same queues, so they are not independent, and the true interval is
-wider than Wilson's (E. B. Wilson, JASA 22, 1927). Trials with more requests make up for it.
+wider than Wilson's (E. B. Wilson, JASA 22, 1927). Longer trials compensate for this.
 """
 
 import csv
@@ -47,7 +49,7 @@ COLUMNS = (
 
 
 def csv_of(runs: Sequence[LoadRun], slo: SloBounds | None) -> str:
-    """The CSV of all requests, in order of run and due time."""
+    """Returns a CSV of all requests, in order of run and due time."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
@@ -89,31 +91,31 @@ def _text(value: int | None) -> str:
 Z_95 = 1.96
 MOST_TRIALS = 3
 MOST_DOUBLINGS = 12
-MOST_HALVINGS = 4  # most halvings of the rate: a trial at half the rate takes twice as long
+MOST_HALVINGS = 4  # most halvings of the first rate: a trial at half the rate takes twice as long
 
 
 @dataclass(frozen=True, slots=True)
 class SweepGoal:
-    """Share of requests that must meet the bounds, and how near the two last rates must be."""
+    """The share of requests that must meet the bounds, and the precision of the found rate."""
 
     attainment: float = 0.9
     precision: float = 0.1
 
 
 HIGHEST = "sweep/highest_rate"
-SHARE_AT = "sweep/attainment_at_"  # prefix of a result's name, before the rate
-GOAL = "attainment"  # in the settings of a report
+SHARE_AT = "sweep/attainment_at_"  # start of a result's name; the rate follows
+GOAL = "attainment"  # name of the goal in the settings of a report
 
 
 @dataclass(frozen=True, slots=True)
 class SweepStep:
-    """All trials of one rate."""
+    """All trials of one rate, and their result."""
 
     rate_per_s: float
     num_met: int
     num_sent: int
     num_trials: int
-    passed: bool | None  # None: it must be tried again
+    passed: bool | None  # None: another trial is needed
     is_sure: bool
 
     @property
@@ -123,7 +125,7 @@ class SweepStep:
 
 
 def wilson(num_met: int, num_sent: int, z: float = Z_95) -> tuple[float, float]:
-    """Wilson's interval of a share. Without any request it is 0 … 1."""
+    """Returns Wilson's interval of a share; 0 … 1 if there are no requests."""
     if num_sent == 0:
         return 0.0, 1.0
     share, square = num_met / num_sent, z * z / num_sent
@@ -133,7 +135,7 @@ def wilson(num_met: int, num_sent: int, z: float = Z_95) -> tuple[float, float]:
 
 
 class RateSearch:
-    """Chooses the next rate to try, and learns from each trial."""
+    """Chooses the next rate from the results of earlier trials."""
 
     def __init__(self, first_per_s: float, goal: SweepGoal) -> None:
         self._goal = goal
@@ -145,21 +147,21 @@ class RateSearch:
 
     @property
     def next_per_s(self) -> float | None:
-        """The next rate to try; None if the search is over."""
+        """Returns the next rate to try; None if the search has ended."""
         return self._next_per_s
 
     @property
     def found_per_s(self) -> float | None:
-        """The highest rate that passed; None if none did."""
+        """Returns the highest rate that passed; None if no rate passed."""
         return self._passing
 
     @property
     def is_bounded(self) -> bool:
-        """True if a higher rate failed."""
+        """Returns True if a rate above the found one failed."""
         return self._failing is not None
 
     def record(self, num_met: int, num_sent: int) -> SweepStep:
-        """Adds one trial at `next_per_s`, and decides what follows."""
+        """Records one trial at `next_per_s`, and chooses the next rate."""
         assert self._next_per_s is not None, "the search is over"
         self._num_met += num_met
         self._num_sent += num_sent

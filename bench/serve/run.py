@@ -1,12 +1,12 @@
-"""The shell of `bench serve`: sends a plan's sessions to a server and reads the answers.
+"""The I/O of `bench serve`: sends a plan's sessions to a server and reads the answers.
 
-In an open loop due times are fixed before the first request. No request waits for another, except
-for the earlier turns of its own session and for a slot under a concurrency limit. If the client is
-late it sends at once and records its lateness. In a closed loop a slow server slows its own load
-and looks better than it is: Gil Tene's "coordinated omission". A closed loop says how much a server
-does for a fixed number of clients, and no more.
+In an open loop, due times are fixed before the first request. A request waits only for the earlier
+turns of its own session, and for a slot if there is a concurrency limit. If the client is late, it
+sends the request at once and records its lateness. In a closed loop, a slow server gets requests
+more slowly, so its latencies look better than under a fixed rate (Gil Tene's "coordinated
+omission"). A closed loop only measures the service for a fixed number of clients.
 
-Bodies of first turns are encoded before the clock starts. A piece of an answer gets its time when
+Bodies of first turns are encoded before the clock starts. The arrival time of a piece is taken when
 the event loop delivers it, before parsing.
 """
 
@@ -45,8 +45,8 @@ class ServerUnreachable(BatonError):
 class Tally:
     """Counts of one client process, for the progress of its load.
 
-    Processes share their counts without a lock: each writes only its own array, and readers may
-    see a count that is a moment old.
+    Processes share their counts without a lock. Each process writes only its own array, and readers
+    may see slightly outdated counts.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Tally:
         self._counts[BEGUN] += 1
 
     def ended(self, outcome: RequestOutcome) -> None:
-        """Counts the end of a request."""
+        """Counts the end of a request by its result."""
         result = outcome.result
         self._counts[ENDED] += 1
         if isinstance(result, Answer):
@@ -72,7 +72,7 @@ class Tally:
 
 
 def told(counts: Sequence[float], slo: SloBounds | None = None) -> str:
-    """One line about the counts of all processes, summed."""
+    """Returns one line with the counts of all processes, summed."""
     ended = counts[ENDED]
     answered = ended - counts[FAILED]
     mean_ms = counts[TTFT_S] / answered * 1e3 if answered else 0.0
@@ -88,7 +88,7 @@ def told(counts: Sequence[float], slo: SloBounds | None = None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ServeMeasured:
-    """The runs, and the model that they measured."""
+    """All runs of a plan, and the name of the measured model."""
 
     model: str
     runs: tuple[LoadRun, ...]
@@ -123,7 +123,7 @@ class ServeClient:
             self._headers["Authorization"] = f"Bearer {target.api_key}"
 
     async def first_model(self) -> str:
-        """The first model that the server lists."""
+        """Returns the first model that the server lists."""
         try:
             async with self._session.get(
                 f"{self._url}/v1/models", headers=self._headers
@@ -137,7 +137,7 @@ class ServeClient:
         return models.data[0].id
 
     async def send(self, body: bytes) -> Answer | Failure:
-        """Sends one request and reads its answer to the end."""
+        """Sends one request and reads its answer completely."""
         reader = AnswerReader(self._clock.now_s(), keeps_text=self._keeps_text)
         begun = False
         try:
@@ -158,7 +158,7 @@ class ServeClient:
 
 
 class SessionRunner:
-    """Plays sessions of one plan against one server."""
+    """Plays sessions of one plan on one server."""
 
     def __init__(
         self, send: Send, plan: ServePlan, model: str, clock: Clock, tally: Tally | None = None
@@ -173,7 +173,7 @@ class SessionRunner:
         self._is_limited = limit is not None
 
     async def play(self, sessions: Sequence[Session], start_s: float | None = None) -> LoadRun:
-        """Plays all sessions to their ends. `start_s` is the moment of the load's time 0."""
+        """Plays all sessions completely. `start_s` is the moment of the load's time 0."""
         ready = [(session, self._first(session)) for session in sessions]
         start_s = self._clock.now_s() if start_s is None else start_s
         await _sleep_until(start_s, self._clock)
@@ -186,7 +186,9 @@ class SessionRunner:
         return LoadRun(self._clock.now_s() - start_s, tuple(outcomes), cost)
 
     def _first(self, session: Session) -> bytes | None:
-        """The body of the only turn. Sessions with history encode theirs as they go."""
+        """Returns the encoded body of the only turn. Bodies of sessions with history are encoded
+        later, turn by turn.
+        """
         if session.has_history:
             return None
         [turn] = session.turns
@@ -210,7 +212,8 @@ class SessionRunner:
 
         async def client() -> list[RequestOutcome]:
             outcomes: list[RequestOutcome] = []
-            for session, body in waiting:  # a shared iterator: each client takes the next session
+            # all clients share this iterator, so each takes the next session
+            for session, body in waiting:
                 due_s = self._clock.now_s()
                 outcomes += await self._session(session, body, due_s, start_s)
             return outcomes
@@ -222,7 +225,7 @@ class SessionRunner:
     async def _session(
         self, session: Session, body: bytes | None, due_s: float, start_s: float
     ) -> list[RequestOutcome]:
-        """Plays one session. It ends with its first failure."""
+        """Plays one session. A failed request ends it."""
         talk = Conversation(self._plan.target.endpoint)
         outcomes: list[RequestOutcome] = []
         for number, turn in enumerate(session.turns):
@@ -257,10 +260,10 @@ class SessionRunner:
 async def measure(
     plan: ServePlan, clock: Clock | None = None, tally: Tally | None = None
 ) -> ServeMeasured:
-    """Warms the server up and runs every repetition of the plan, in this process.
+    """Warms up the server and runs all repetitions of the plan in this process.
 
-    Raises ServerUnreachable. Raises RequestsFailed if no request of the warm-up or of all
-    repetitions was answered. Other failures are results.
+    Raises ServerUnreachable. Raises RequestsFailed if no request of the warm-up, or no request of
+    all repetitions, was answered. Other failures are part of the results.
     """
     clock = clock or MonotonicClock()
     model = await prepare(plan, clock)
@@ -272,7 +275,7 @@ async def measure(
 
 
 def measured_of(model: str, runs: Sequence[LoadRun]) -> ServeMeasured:
-    """The result of all repetitions. Raises RequestsFailed if no request was answered."""
+    """Joins the runs of all repetitions. Raises RequestsFailed if no request was answered."""
     if not any(run.answers for run in runs):
         failures = [failure for run in runs for failure in run.failures]
         raise RequestsFailed(f"all {len(failures)} requests", failures)
@@ -280,7 +283,7 @@ def measured_of(model: str, runs: Sequence[LoadRun]) -> ServeMeasured:
 
 
 async def prepare(plan: ServePlan, clock: Clock) -> str:
-    """Warms the server up; returns the name of its model."""
+    """Warms up the server. Returns the name of its model."""
     async with http_session(plan.target.timeout_s) as session:
         client = ServeClient(session, plan.target, clock)
         model = plan.target.model or await client.first_model()
@@ -302,9 +305,9 @@ async def play_repetition(  # noqa: PLR0913 (what to play, where, and which part
     share: slice = slice(None),
     start_s: Callable[[], float] | None = None,
 ) -> LoadRun:
-    """One repetition, or one process's share of its sessions.
+    """Plays one repetition, or one process's share of its sessions.
 
-    `start_s` is called when all is ready, and gives the moment of the load's time 0.
+    `start_s` is called when everything is prepared, and returns the moment of the load's time 0.
     """
     sessions = repetition(plan, vocab_of(plan), number)[share]
     keeps_text = any(session.has_history for session in sessions)
@@ -315,7 +318,7 @@ async def play_repetition(  # noqa: PLR0913 (what to play, where, and which part
 
 
 def vocab_of(plan: ServePlan) -> list[int] | None:
-    """The token ids that prompts are made of; None for prompts of words."""
+    """Returns the token ids from which prompts are drawn; None for prompts of words."""
     return plain_token_ids(plan.ask.tokenizer_dir) if plan.ask.tokenizer_dir else None
 
 
@@ -372,7 +375,9 @@ async def _send_one(  # noqa: PLR0913 (the moment, the wait and the way of one r
 
 
 async def _sleep_until(at_s: float, clock: Clock) -> None:
-    """Sleeps until a moment; yields to the event loop once even if the moment is past."""
+    """Sleeps until a given time. Yields to the event loop at least once, even if the time has
+    passed.
+    """
     delay_s = max(0.0, at_s - clock.now_s())
     await asyncio.sleep(delay_s)  # noqa: TID251 (an arrival is an event of the clock)
 
