@@ -111,7 +111,7 @@ class Worker:
 
 
 def is_done(event: Event, transport: str) -> bool:
-    """True if a pull is done over that transport."""
+    """Returns True if a pull is done over that transport."""
     assert isinstance(event, PullDone), event
     return event.transport == transport and 0 <= event.exposed_s <= event.transfer_s
 

@@ -49,7 +49,7 @@ FORMATS = (
 )
 
 
-# Formats that jsonschema checks without another package, and simple ones that need one.
+# Formats that jsonschema checks without another package. Simple checks are added below.
 CHECKER = FormatChecker(("date", "email", "ipv4", "ipv6", "uuid"))
 
 

@@ -21,7 +21,7 @@ def test_all_servers_are_measured_with_all_loads():
         for load in (study.serial, *study.loads):
             [run] = measured.of(server, load)
             assert len(run.ttft_s) == load.num_requests
-            # Baton's stream begins with a role event, and one event may carry several late tokens
+            # Baton's first event gives the role; an event may carry several late tokens
             if server == OURS:
                 most = load.total_tokens + load.num_requests
                 assert 2 * load.num_requests <= run.num_events <= most

@@ -44,7 +44,7 @@ def test_prompt_logprobs(client, wanted):
         client.chat.completions.create(**FEW, extra_body=extra), "prompt_logprobs", None
     )
     assert (found is None) == (wanted is None)
-    # The list of alternatives has the chosen token in addition if it is not among the best.
+    # If the chosen token is not among the best, the list has it in addition.
     assert wanted is None or len(found[3]) in (max(wanted, 1), wanted + 1)
 
 

@@ -24,7 +24,7 @@ def test_a_batch_answers_each_prompt_whole_and_streamed(client):
 
 
 def test_a_prompt_is_scored_alone_as_before_an_answer(client):
-    """Evaluations request no token, or request one token and ignore it."""
+    """Evaluation programs request no token, or ignore the only token."""
     options = {"prompt": PROMPTS[:2], "echo": True, "logprobs": 1, "model": MODEL, "temperature": 0}
     alone = client.completions.create(max_tokens=0, **options)
     before = client.completions.create(max_tokens=1, **options)

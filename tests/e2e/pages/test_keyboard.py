@@ -93,7 +93,7 @@ def test_tab_reaches_everything_and_focus_is_seen(tabs, url, path):
 def test_arrows_go_along_lanes_and_enter_opens_a_request(tabs, url):
     async def check():
         async with page_of(tabs, url) as page:
-            await page.run(  # lists all requests of the fixture
+            await page.run(  # the lanes' time span now includes all requests
                 "document.querySelector('#lane-span').value = '60';"
                 "document.querySelector('#lane-span').dispatchEvent(new Event('input'))"
             )

@@ -164,7 +164,7 @@ def test_death_decision_severed_pair_and_canary_are_shown_with_their_reasons(tab
     tabs.run(check())
 
 
-# While the page is muted it gets no events, and the test can set its time.
+# A muted page gets no events, and the test can set the time of the page.
 MUTING = """
   const real = window.fetch;
   window.fetch = async (...asked) => {

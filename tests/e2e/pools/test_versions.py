@@ -115,7 +115,7 @@ def test_canary_that_is_late_ends_itself_and_no_stream_is_lost_or_changed(
     served, admin, run_dir, tmp_path
 ):
     """The canary's worker decodes one sequence at a time. All other requests queue behind a stream
-    and are late. How long the stream takes does not change by how much they are late.
+    and are late. The delay does not depend on the duration of the stream.
     """
     whole = HTTP.post(f"{served.url}/v1/completions", json=LONG, timeout=60).json()
     [current] = [version.name for version in admin.pools().versions]

@@ -47,7 +47,7 @@ def test_a_ray_that_replaces_a_dead_one_leaves_sigterm_and_this_process_alone():
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         stdin=subprocess.DEVNULL,
         capture_output=True,
-        timeout=DEADLINE_S,  # ends when no process holds the pipes any longer
+        timeout=DEADLINE_S,  # returns when no process has the pipes open
         check=False,
     )
     came = f"came {int(signal.SIGTERM)}"

@@ -59,7 +59,7 @@ START = (
     *("ray.scripts.scripts", "start", "--head", "--node-ip-address=127.0.0.1", "--port=6379"),
     *("--num-cpus=0", "--object-store-memory=83886080", "--include-dashboard=false"),
 )
-# Prints the room for workers whenever it changes. The last line comes while a worker waits.
+# Prints the room for workers whenever it changes. The last change is caused by a waiting worker.
 SCRIPT = """
 import ray
 from deploy.ray.own_ray import NAMESPACE

@@ -91,7 +91,7 @@ def baton(
 
 @pytest.fixture(scope="module")
 def key(machine, up) -> str:
-    """Makes an API key after the gateways started; they read the new key by themselves."""
+    """Makes an API key after the gateways started; the gateways read the new key by themselves."""
     return machine.python(
         "-m", "deploy.commands.main", "keys", "add", "tests", timeout_s=60
     ).stdout.strip()

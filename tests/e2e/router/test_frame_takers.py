@@ -1,5 +1,4 @@
-"""Tokens that a `FrameTaker` takes before the machine: the machine gets them before other
-events."""
+"""A `FrameTaker` takes tokens early; the machine gets these tokens before any later event."""
 
 import asyncio
 from collections.abc import Sequence

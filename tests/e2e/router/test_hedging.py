@@ -19,7 +19,7 @@ from tests.kits.services.cluster import ask, prompts, request, router, workers
 pytestmark = pytest.mark.torch
 
 SMALL = WorkerConfig(kv_mib=24, chunk_tokens=16, max_batch_tokens=32, max_running=8)
-# seconds for which the process runs and is stopped; delays of this test make it run longer
+# seconds of running and of being stopped; delays in the test prolong the running
 RUNS_S, STANDS_S = 0.005, 2.0
 COSTS = WorkerCosts(PrefillCost(0.0, 1e-4), DecodeCost(0.01, 0.0, 0.0), PullCost(0.0, 0.0, 1e9))
 

@@ -75,8 +75,7 @@ async def ask_for(
 
 
 async def ask_while_the_first_is_busy(r: Router, prompt: Sequence[int]) -> Answer:
-    """Makes prefill-0, the first among equals, busy with another prompt; so this one gets
-    prefill-1."""
+    """Keeps prefill-0 busy with another prompt, so that this prompt is placed on prefill-1."""
     filler = asyncio.create_task(ask_for(r, "filler", FILLER, num_tokens=1))
     await take_turns()
     assert "filler" in r.machine.state.flights

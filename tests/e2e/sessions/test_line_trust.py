@@ -1,4 +1,4 @@
-"""A session listener gives nothing to clients without the secret, and they cost no memory."""
+"""A session listener gives nothing to clients without the secret; such clients cost no memory."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ MIB = 2**20
 async def open_server() -> AsyncIterator[tuple[str, list[str]]]:
     """Opens a server.
 
-    Yields its address and the reasons of refused sessions; it must serve to the end.
+    Yields the address and the reasons of refused sessions. The server must serve to the end.
     """
     refused: list[str] = []
     server = SessionServer(echo, SECRET, on_refused=refused.append)

@@ -1,4 +1,4 @@
-"""A network namespace is cut off: its packets vanish silently until it is reconnected."""
+"""A network namespace is cut off: its packets vanish silently until the network is reconnected."""
 
 import os
 import socket

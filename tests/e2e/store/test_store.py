@@ -1,7 +1,7 @@
 """A KV store beside two workers: prefixes survive the workers, and no token changes.
 
 Real processes are killed with -9 in turn: all workers, the store's process, its keeper. The answers
-must equal those of a deployment without a store.
+must equal the answers of a deployment without a store.
 """
 
 import os

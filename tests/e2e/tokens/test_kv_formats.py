@@ -81,7 +81,7 @@ def test_int8_decode_workers_continue_from_fp32_prefill_workers(wide, narrowed):
 
 
 def test_int8_decode_workers_differ_from_fp32(wide, narrowed):
-    """If they did not differ, the tests above would prove nothing."""
+    """If the answers did not differ, the tests above would prove nothing."""
     assert narrowed != wide
 
 

@@ -71,7 +71,7 @@ class Ask:
     waits_for_offer: bool = False
     num_moves: int = 0
     moved: Route | None = None  # route of the present attempt, if it continues a moved answer
-    # id after the move, while its worker has an order to hand it over
+    # id after the move, while the worker has a hand-over order
     moves_as: SeqId | None = None
     moves_to: WorkerId | None = None
 

@@ -178,7 +178,7 @@ class FakeRunner:
     """A `Runner` that keeps K and V in `memory[block][offset]` and reads them by block table.
 
     Like a GPU, it computes steps in order and only when the caller waits for a result. So a step
-    reads and writes the memory as it is at that time.
+    sees the memory as it is when the step is computed.
 
     The draft model has KV of its own, so each step can assert that the draft model reads only KV
     that it has computed. A share `right` of its proposals equals the target's choice.
@@ -219,7 +219,7 @@ class FakeRunner:
         return step
 
     def run(self, plan: BatchPlan) -> BatchResult:
-        """Launches a step and waits for it."""
+        """Launches a step and waits for its result."""
         return self.launch(plan).result()
 
     def end(self, step: "FakeStep") -> BatchResult:

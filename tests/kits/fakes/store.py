@@ -1,6 +1,6 @@
 """A store's machine between fake workers, sinks and disks, with the contents of every slot.
 
-The contents of a slot are a block hash: the block whose KV the slot really has. The rig acts in the
+The contents of a slot are the hash of the block whose KV is really in the slot. The rig acts in the
 order of the shell: first the slab's table, then the effects. The rig fails a test as soon as a sink
 could read blocks that its lease does not name, or a slot is written while it is read.
 """

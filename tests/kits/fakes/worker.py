@@ -81,8 +81,7 @@ class WilfulSpeculator:
 
 
 class SpoilingPool(BlockPool):
-    """A pool that fills a block with garbage when it is allocated and when it becomes
-    unreadable."""
+    """A pool that fills blocks with garbage when they are allocated or lose their last reader."""
 
     def __init__(self, runner: FakeRunner) -> None:
         super().__init__(runner.num_blocks)

@@ -1,12 +1,12 @@
 """The cases that every `Attend` must pass on any device, and the checks that run them.
 
     check_attend(attend, **case)    against `reference_attention` and `KVCache.write`
-    check_company(attend, **case)   each row gets what it gets alone
+    check_company(attend, **case)   each row gets the same result as alone
     CASES                           formats × head shapes, windows, softcaps, ragged lengths, blocks
 
-Memory that a row may not touch holds not-a-number wherever its format can, scales included: other
-sequences' blocks, the record's other section and layer, and a row's own last block beyond its
-context. Lengths are (tokens before, tokens now) of each row.
+Memory that a row may not touch is filled with NaN where its format has NaN, also in scales. This is
+the memory of other sequences' blocks, of the record's other section and layer, and of a row's last
+block beyond its context. Lengths are (earlier tokens, present tokens) of each row.
 """
 
 from dataclasses import dataclass

@@ -215,7 +215,7 @@ class Pools:
         self._moves = moves
         self._as: dict[SeqId, SeqId] = {}  # moving sequences: old id to new id
         self._copied: dict[SeqId, SeqId] = {}  # copy's id to the id of its sequence
-        self.num_moves: Counter[bool] = Counter()  # by True: the draft model's KV moved too
+        self.num_moves: Counter[bool] = Counter()  # by True: the draft model's KV was complete
         self.num_found = self.num_pulled = 0  # numbers of blocks
 
     @property
@@ -383,8 +383,7 @@ class Pools:
         return self._decode[self._decode[0] is worker]
 
     def _on_copy(self, worker: Worker, message) -> None:
-        """Copies full blocks while the sequence still runs, then orders its worker to hand it
-        over."""
+        """Copies full blocks while the sequence still runs, then orders the hand-over."""
         seq_id = self._copied[message.seq_id]
         match message:
             case PrefixOffered(copy_id, lease) if lease is not None:

@@ -22,9 +22,9 @@ TIMEOUT_S = 120.0
 
 
 class RankProcesses:
-    """The processes of all ranks but 0. They are reused, because a start takes seconds.
+    """The processes of all ranks but 0. Tests reuse the processes, because a start takes seconds.
 
-    They are forked from a process that has imported this file and torch once.
+    The processes are forked from a process that has imported this file and torch once.
     """
 
     def __init__(self) -> None:

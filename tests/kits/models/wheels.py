@@ -21,7 +21,7 @@ def make_wheel(folder: Path, files: dict[str, bytes], *, name: str = "tiny", ver
 
 
 class FakePip:
-    """Answers like pip, with only the wheels of one folder. Counts downloads."""
+    """A pip that finds only the wheels of one folder. Counts downloads."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

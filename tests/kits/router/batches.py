@@ -26,7 +26,7 @@ def next_token(tokens: Sequence[int], seed: int) -> int:
 
 
 class ComputingRouter(FakeRouter):
-    """Computes one token of each request per `step`. If `is_quick`, it steps by itself."""
+    """Computes one token of each request per `step`. If `is_quick`, the router steps by itself."""
 
     def __init__(self, *, is_quick: bool = True) -> None:
         super().__init__()

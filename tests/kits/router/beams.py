@@ -1,4 +1,4 @@
-"""A beam search in a few lines that runs all steps; the gateway's beam search must equal it."""
+"""A short reference beam search that runs all steps. The gateway's search must equal it."""
 
 from collections.abc import Callable, Collection, Sequence
 

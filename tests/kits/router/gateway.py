@@ -102,7 +102,7 @@ class Never:
 class FakeRouter:
     """Plays a script of updates for every request, and keeps the requests.
 
-    With `more_scripts`, the first request gets `updates`, the second the first of these, and so on.
+    With `more_scripts`, the first request gets `script`, and each later request the next script.
     """
 
     def __init__(

@@ -55,7 +55,7 @@ def app_on(
     keys: KeyFile | None = None,
     **settings: Any,
 ) -> Any:
-    """Returns an application that stores responses in memory and makes predictable ids."""
+    """Returns an application that stores responses in `storage`; `seed` determines the ids."""
     return create_app(
         versions_of(router, context_len=CONTEXT_LEN),
         settings=settings_of(**settings),

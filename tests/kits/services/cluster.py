@@ -100,7 +100,7 @@ def workers(
     """Starts one process per role; at the end, all processes are gone.
 
     `config` is the configuration of all workers, or one per role. Workers are not fluid unless
-    `locally`: tests of hand-overs need them whatever the predicted times are.
+    `locally`: tests need hand-overs whatever times the router predicts.
     """
     launcher = ProcessLauncher(NURSERY)
     config = config or WorkerConfig(kv_mib=64)

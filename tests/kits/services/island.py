@@ -110,7 +110,7 @@ class Island:
 
 @contextmanager
 def island(folder: Path) -> Iterator[Island]:
-    """Makes an island, and removes all of it at the end."""
+    """Makes an island, and removes it completely at the end."""
     _furnish(folder)
     outside = subprocess.Popen(
         [

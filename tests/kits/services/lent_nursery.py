@@ -10,7 +10,7 @@ from deploy.local.nursery_port import DistantNursery
 
 
 class LentNursery(DistantNursery):
-    """Stands in for the launcher's own nursery. The test that owns it opens and closes it."""
+    """Stands in for the launcher's own nursery. The owning test opens and closes it."""
 
     num_lost = 0
 

@@ -28,7 +28,7 @@ MARK = "BATON_TEST_MARK"
 BATON = (sys.executable, "-m", "deploy.commands.main")
 KV_MIB = 64  # MiB for each worker
 HANDS_OVER = {"BATON_POOLS__FLUID": "false"}  # every prompt is handed over
-# One client, because each new one loads certificates; each request has a new connection.
+# A single client, because a new client loads certificates. Each request has a new connection.
 HTTP = httpx.Client(headers={"connection": "close"}, timeout=60, trust_env=False)
 
 
@@ -39,7 +39,7 @@ class Served:
     url: str
     process: "subprocess.Popen[bytes]"
     mark: str
-    num_blocks: int  # blocks of all workers; the test must update it when workers join
+    num_blocks: int  # blocks of all workers; a test must update the number when workers join
     printed: str = ""  # output before the server was ready
     grpc: str = ""  # address of the gRPC server, if there is one
     run_dir: str = ""  # run folder, if the test chose it

@@ -65,7 +65,7 @@ class PrefixMap:
             self._held[worker_id].clear()
 
     def retract(self, worker_id: WorkerId, hashes: Sequence[BlockHash]) -> None:
-        """Removes these blocks of a worker, which was asked for them and does not hold them."""
+        """Removes blocks of a worker that was asked for these blocks and does not hold them."""
         held = self._held.get(worker_id)
         if held is None:
             return

@@ -1,4 +1,4 @@
-"""The rule of `slo` in plain Python: slow, and compared with `router.native.fleet`.
+"""The rule of `slo` in plain Python: the slow twin of `router.native.fleet`.
 
 `router.policies.slo` explains the rule. All costs must be known.
 """
@@ -35,8 +35,7 @@ def choose(asked: Asked, queue: Queue = EMPTY) -> Decision | Busy:
 
 
 def _with_keeper(asked: Asked) -> Asked:
-    """Leaves only one decode worker if, of those with room, it has kept most tokens of the
-    request."""
+    """Leaves only the decode worker with room that has kept most tokens, if any has kept some."""
     found, kept = asked.candidates, asked.need.kept_tokens
     able = [(kept.get(i, 0), i) for i, w in found.decoders if w.info.role is Role.DECODE]
     if max(able, default=(0, ""))[0] == 0:

@@ -187,7 +187,7 @@ def test_a_read_of_too_many_or_unready_blocks_ends_the_lease(indices):
 
 
 def test_a_read_from_a_source_that_cannot_send_ends_the_lease():
-    """A pool in a GPU's memory cannot send, but a faulty sink requests it."""
+    """A pool in a GPU's memory cannot send, but a faulty sink requests a read."""
     source = held(7, offers=Offers(sends=False))
     assert source.receive(SINK, Read("l", [0]), 1.0)[0] == LeaseEnded("l", "bad read")
 
@@ -332,7 +332,7 @@ def rank_body(rank: int, sink: str = "life of pair") -> AttachBody:
 
 
 def held_by_first(*ready: int) -> SourceMachine:
-    """A source with lease `l`. The first of the sink's two ranks holds it; both are attached."""
+    """A source whose sink has two attached ranks. Only the first rank holds lease `l`."""
     source = machine(SINK)
     for peer, body in (
         (FIRST, rank_body(0)),
@@ -504,7 +504,7 @@ def test_early_messages_are_bounded(monkeypatch):
 
 
 def test_a_rank_that_needs_no_bytes_holds_the_lease_and_reads_nothing():
-    """Another rank of the source has the same heads and sends them."""
+    """Another rank of the source has the same heads and sends their KV."""
     heads = KVLayout(16, KVFormat.BF16, (KVSection(1, 1, 64),))
     one, other = (Identity("model 1", heads, shard, group=PAIR) for shard in PAIR)
     source = SourceMachine(

@@ -42,7 +42,7 @@ def test_every_token_has_a_text_of_its_own():
 
 
 class FakeServer:
-    """Ends streams after `num_prompts` prompts. Answers prompts at once, or fails them."""
+    """Ends streams after `num_prompts` prompts. Answers prompts at once, or with an error."""
 
     def __init__(self, num_prompts=0, fails=()):
         self.num_prompts = num_prompts

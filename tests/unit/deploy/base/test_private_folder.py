@@ -1,4 +1,4 @@
-"""Folders of dead deployments are removed, and processes that still hold their ports are killed."""
+"""Folders of dead deployments are removed, and their leftover processes are killed."""
 
 import fcntl
 import os
@@ -21,7 +21,7 @@ def parent(tmp_path, monkeypatch) -> Path:
 
 
 def dead(parent: Path) -> Path:
-    """Makes the folder of a deployment that exited without removing it."""
+    """Makes a folder that a dead deployment has left behind."""
     folder = parent / "baton-dead"
     folder.mkdir()
     (folder / LOCK).touch()

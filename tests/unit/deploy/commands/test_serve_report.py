@@ -1,4 +1,4 @@
-"""The lines that `baton serve` prints about its workers and gateway when they are running."""
+"""The lines that `baton serve` prints about its running workers and gateway."""
 
 from io import StringIO
 from types import SimpleNamespace

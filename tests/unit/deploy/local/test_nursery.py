@@ -56,7 +56,7 @@ def test_child_has_its_own_pipes_and_session_and_reports_its_status(cats):
     with child_of(cats) as one, child_of(cats) as other:
         one.stdin.write(b"7\nto one\n")
         one.stdin.flush()
-        assert one.stdout.readline() == b"to one\n"  # so the child is running its program
+        assert one.stdout.readline() == b"to one\n"  # the answer shows that the child is running
         assert os.getsid(one.pid) == one.pid != os.getsid(0)
         one.hang_up()
         one.wait(SOON_S)

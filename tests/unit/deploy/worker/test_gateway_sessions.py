@@ -37,7 +37,7 @@ def asked(seq, grammar=None, *, tokens=(1, 2), prompt_len=2):
 
 
 class HeldGuides:
-    """Opens the slow grammar only after the test has released it."""
+    """Guides whose slow grammar opens only after the test sets `go`."""
 
     def __init__(self):
         self.go = threading.Event()

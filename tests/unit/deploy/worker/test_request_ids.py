@@ -66,7 +66,7 @@ def test_lines_of_a_sequence_have_its_ids_from_its_start_to_its_failure(lines):
     asyncio.run(receive())
     worker._on_transfer(PullFailed(SEQ_ID, "lease was lost"))
     worker._on_transfer(PullDone(SEQ_ID, "shm"))
-    worker._on_transfer(PullFailed(SEQ_ID, ABORTED))  # because its gateway cancelled it
+    worker._on_transfer(PullFailed(SEQ_ID, ABORTED))  # the gateway has cancelled the pull
     assert lines == [
         ("takes a sequence: generate, 3 tokens", "cmpl-1 mine"),
         ("a pull of KV failed: lease was lost", "cmpl-1 mine"),

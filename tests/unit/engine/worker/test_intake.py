@@ -1,4 +1,4 @@
-"""Invalid messages that would crash a worker if they reached its runner."""
+"""Invalid messages, which would crash a worker's runner."""
 
 import msgspec
 import pytest

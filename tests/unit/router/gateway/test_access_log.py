@@ -93,6 +93,6 @@ def test_lines_of_a_request_have_both_ids():
     router = Noting(answer("hi"))
     post(make_app(router), PATH, BODY, x_request_id="mine")
     [(noted, own, told)] = seen
-    assert told == "mine"  # the workers' log lines have the id too
+    assert told == "mine"  # the workers' log lines also contain the id
     assert noted == f"{own} mine"
     assert REQUEST.get() == ""

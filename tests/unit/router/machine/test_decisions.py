@@ -183,7 +183,7 @@ def test_forecast_includes_all_promises():
 
 
 def counting_placements(driver: Predicting) -> list[float]:
-    """Collects the times at which the queue's head is tried, from this call on."""
+    """Returns a list that collects the times of later attempts to place the queue's head."""
     placing = driver.machine._placing
     place_all, times_s = placing.place_all, []
 
@@ -271,7 +271,7 @@ def test_reservation_grows_with_an_answer_longer_than_predicted():
     assert worker.decodes["a.0"].blocks == 9  # for nineteen tokens plus sixteen more
     assert driver.machine.counters["answer", "longer than predicted"] == 1
     driver.say("d0", Tokens("a.0", [1] * 88))
-    assert worker.decodes["a.0"].blocks == 27  # blocks for its limit
+    assert worker.decodes["a.0"].blocks == 27  # all blocks of its limit
 
 
 # ---------------------------------------------------------------- fair order

@@ -50,7 +50,7 @@ def tick(driver: Driver, after_s: float):
 
 
 def hedged(driver: Driver) -> tuple[str, str]:
-    """Submits `r`, and lets time pass until it is hedged. Returns both prefill workers."""
+    """Submits `r`, and advances the time until `r` is hedged. Returns both prefill workers."""
     [(first, _)] = sent(driver.ask(), Prefill)
     [(second, prefill)] = sent(tick(driver, 3 * PREDICTED_S), Prefill)
     assert prefill.seq_id == "r.1"

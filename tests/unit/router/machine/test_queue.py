@@ -67,7 +67,7 @@ def test_ranks_that_change_often_leave_the_order_true(seed):
 
 
 def test_a_prompt_whose_time_was_overrated_is_not_passed_for_long():
-    """Others may overtake a 10 s prompt for 20 s, but costs fall to a tenth meanwhile."""
+    """Other prompts may overtake a 10 s prompt for 20 s. Then its predicted time falls to 1 s."""
     speed = SimpleNamespace(token_s=10.0)
     speed.any_prefill_s = lambda num_tokens: num_tokens * speed.token_s
     waiting = Waiting(speed, AnswerLengths(), lambda _: None, patience=2.0)

@@ -36,10 +36,7 @@ class Keys(Driver):
     """A driver whose requests have API keys. The driver also plays the workers."""
 
     def handle(self, event):
-        """Handles an event.
-
-        Checks the invariants only sometimes, because there are many requests.
-        """
+        """Handles an event. Checks the slow invariants only at some events."""
         self.num_events = getattr(self, "num_events", 0) + 1
         effects = self.machine.handle(event, self.now_s)
         if self.num_events % 50 == 0 or isinstance(event, Tick):

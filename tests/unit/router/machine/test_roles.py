@@ -82,7 +82,7 @@ def copying(running) -> Driver:
 
 @pytest.fixture
 def moving(copying) -> Driver:
-    """The request is moving to d1: d0 has stopped it."""
+    """The request is moving to d1, and d0 has stopped its sequence."""
     assert sent(copied(copying), HandOver) == [("d0", HandOver("r.0", "r.1"))]
     return copying
 

@@ -72,7 +72,7 @@ def welcome(name, role, *, local=False, num_blocks=100, max_running=8, layout=LA
 
 
 class Cluster:
-    """A view and its C++ fleet, with the same question to the Python policy."""
+    """A view and its C++ fleet, and the Python policy with the same inputs."""
 
     def __init__(self, *workers, costs=ROUND, seed=0, backlog_s=BACKLOG_S):
         self.view = ClusterView()
@@ -360,7 +360,7 @@ class RandomCluster:
             self.check(ours, theirs, hashes, need)
 
     def some_workers(self, value):
-        """Rarely sets this value for some workers."""
+        """Sets this value for some workers, with a low probability."""
         names = [worker.info.worker_id for worker in self.workers if not worker.is_store]
         num = min(self.rng.choice([0] * 8 + [1, 2, 40]), len(names))
         return dict.fromkeys(self.rng.sample(names, num), value)

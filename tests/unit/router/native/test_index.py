@@ -62,7 +62,7 @@ def test_a_worker_is_credited_with_as_much_as_it_can_hold_and_the_latest_of_that
     known.record(A, hashes(range(16)))
     known.record(A, hashes(range(100, 116)))
     assert known.longest(hashes(range(100, 116))) == {A: 4}
-    assert known.longest(hashes(range(16))) == {A: 2}  # the end of its prefix was evicted first
+    assert known.longest(hashes(range(16))) == {A: 2}  # its last blocks were evicted first
 
 
 def test_reused_blocks_are_kept(known):

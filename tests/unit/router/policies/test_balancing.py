@@ -202,7 +202,7 @@ def test_each_of_two_gateways_moves_its_share():
     pool.add("d1", 0)
     found = pool.relief()
     assert found is not None
-    # the other gateway moves as many, in total half of all sequences
+    # the other gateway moves the same number; in total, half of all sequences move
     assert len(found.seq_ids) == 10
 
 

@@ -16,7 +16,7 @@ from router.policies.simple import LeastLoaded
 LAYOUT = KVLayout(block_size=4, kv_format=KVFormat.FP32, sections=(KVSection(1, 1, 4),))
 ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "m": Role.MIXED}
 BACKLOG = 20
-NEED = Need(num_tokens=8, max_len=16)  # four blocks at most, two of them for prefill
+NEED = Need(num_tokens=8, max_len=16)  # needs up to four blocks, of which prefill needs two
 
 
 class First(random.Random):

@@ -1,4 +1,4 @@
-"""Answers with tools: promised constraints hold, and no valid answer is lost without tools."""
+"""Tools beside answers: strict schemas are enforced, and otherwise every valid call is accepted."""
 
 import asyncio
 import contextlib

@@ -117,7 +117,7 @@ def test_report_on_earlier_members_is_ignored():
     world.feed(GatewaySeen("gateway-1", None))
     world.run(10)
     assert by_version(world) == {"v1": 2, "v2": 2}
-    world.feed(Died("gateway-1", "it ended"))  # its requests fail with it
+    world.feed(Died("gateway-1", "it ended"))  # the gateway's requests fail too
     world.silent.clear()
     world.settle()
     assert by_version(world) == {"v2": 2}
@@ -265,7 +265,7 @@ def test_reports_from_before_an_abort_end_no_workers():
         world.run(1)
         heard = world.machine.members
         world.report()
-    # v2 may still receive requests until gateways know that it is being removed
+    # v2 may still receive requests until gateways know that v2 is being removed
     before = world.roles()
     world.feed(Abort("v2"))
     world.feed(PoolTick())

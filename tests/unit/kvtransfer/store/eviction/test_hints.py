@@ -228,7 +228,7 @@ HINTED = st.one_of(
 
 
 class HintedHistory(History):
-    """Plays hints too, of two API keys with three sessions each."""
+    """Also plays hints of two API keys with three sessions each."""
 
     def __init__(self):
         budget = HintBudget(5, 2, 3, num_sessions=2, num_keys=2)

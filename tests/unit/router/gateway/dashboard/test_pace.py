@@ -1,4 +1,4 @@
-"""The rate of finished answers, sampled once a second."""
+"""TTFT and TPOT of running answers, sampled once a second."""
 
 from types import SimpleNamespace
 

@@ -217,7 +217,7 @@ def test_holder_lost_before_its_offer_costs_only_the_prefix():
     effects = driver.handle(WorkerLost("p0", "gone"))
     assert ("p1", "again.0", None) in [(w, m.seq_id, m.prefix) for w, m in sent(effects, Prefill)]
     assert driver.machine.counters["fallback", "prefix holder lost"] == 1
-    # the lost backlog was one failure
+    # only the request `backlog` is retried
     assert driver.machine.counters["retried", "worker lost"] == 1
 
 

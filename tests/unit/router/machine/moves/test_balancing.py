@@ -1,4 +1,4 @@
-"""The request machine when a decode worker joins beside a full one: sequences may move to it."""
+"""The request machine when a decode worker joins beside a full one: sequences may move."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -200,7 +200,7 @@ class Fluid(Balanced):
         self.say("p1", PrefillDone("last.0", 9, FinishReason.LENGTH))
 
     def copied(self, looks: int = 8) -> list[tuple[str, str]]:
-        """Ticks when the machine asks for it, until a copy begins. Returns the copied sequences."""
+        """Ticks whenever the machine is due, until a copy begins. Returns the copied sequences."""
         for _ in range(looks):
             self.now_s = self.machine.next_wake_s()
             if offers := sent(self.handle(Tick()), OfferPrefix):

@@ -28,7 +28,7 @@ FUNCTIONS = {"weather": WEATHER, "now": NOTHING}
 DEEP = "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>"
 ONE = "<｜tool▁call▁begin｜>{}<｜tool▁call▁end｜>"
 
-# An answer with two calls for each form, as a model of this family writes it.
+# For each form, an answer with two tool calls in the notation of its model family.
 TRANSCRIPTS = {
     "hermes": (
         'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Łódź", "days": 2}}\n'
