@@ -6,7 +6,7 @@ from tests.kits.tree.trail import entered, of_one_chat, report
 
 pytestmark = [pytest.mark.torch, pytest.mark.long]
 
-MAX_FILES, MAX_FUNCTIONS = 118, 732
+MAX_FILES, MAX_FUNCTIONS = 88, 425
 
 
 def test_one_streamed_chat_enters_no_more_files_and_functions_than_it_did():
