@@ -1,17 +1,17 @@
 """The cluster's side of `baton up`, `status` and `down`: `python -m deploy.ray.head VERB [FILE]`.
 
-    start FILE   starts the controller that FILE describes and waits until it serves; if it runs,
-                 carries out what FILE declares otherwise, and waits until that is done
-    diff FILE    reports what FILE declares otherwise than it runs
-    look         reports the nodes, with or without a controller
+    start FILE   starts the controller as FILE declares, and waits until it serves. If a controller
+                 runs already, applies the settings that FILE changes, and waits until this is done
+    diff FILE    reports the settings whose value in FILE differs from the running value
+    look         reports the nodes; needs no controller
     status       reports the nodes and the controller's pools
-    stop         ends the controller and all that it started; Ray stays
+    stop         stops the controller and all its services; Ray keeps running
 
-It runs on the cluster's head over ssh, or else on the operator's machine. Its last line is `ANSWER`
-and JSON, so lines that login shells and Ray print before are ignored.
+This program runs on the cluster's head over ssh, or else on the operator's machine. The last line
+of its output is `ANSWER` and JSON. So the lines that login shells and Ray print before are ignored.
 
 Before the controller starts, all present nodes fetch the models at the same time. A node that joins
-later fetches them when its first worker starts.
+later fetches the models when its first worker starts.
 """
 
 import logging
@@ -45,12 +45,12 @@ from deploy.ray.up import ANSWER, ClusterNode, HeadAnswer, Status
 from engine.clock import MonotonicClock
 from engine.errors import BatonError, ConfigError
 
-SETTLE_TIMEOUT_S = 4 * 3600.0  # long, since a version may fetch its model
+SETTLE_TIMEOUT_S = 4 * 3600.0  # long, because a version may fetch its model
 SETTLE_EVERY_S = 1.0
 
 
 def connect(address: str) -> None:
-    """Joins a cluster that runs. Raises ConfigError."""
+    """Joins a running cluster. Raises ConfigError."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
@@ -63,7 +63,7 @@ def connect(address: str) -> None:
 
 
 def look() -> Status:
-    """Reports the nodes of the cluster that this process has joined, without the controller."""
+    """Returns the nodes of the cluster that this process has joined. Needs no controller."""
     nodes = tuple(
         ClusterNode(
             node["NodeManagerAddress"],
@@ -77,7 +77,7 @@ def look() -> Status:
 
 
 def act(verb: str, address: str, file: Path | None) -> Status:
-    """Carries out a verb. Raises ConfigError."""
+    """Carries out a verb. Returns the new state of the cluster. Raises ConfigError."""
     connect(address)
     match verb, file:
         case "start", Path():
@@ -103,12 +103,15 @@ def act(verb: str, address: str, file: Path | None) -> Status:
 
 
 def carry_out(declared: Declaration) -> Status:
-    """Applies the declared changes and waits until they are done. Raises ConfigError."""
+    """Orders the declared changes, and waits until they have been carried out.
+
+    Raises ConfigError.
+    """
     found = left = controller_differences(declared)
     before: tuple[Difference, ...] = ()
     clock, pause = MonotonicClock(), threading.Event()
     end_s = clock.now_s() + SETTLE_TIMEOUT_S
-    while left != before and any(each.order != RESTART for each in left):  # one version per round
+    while left != before and any(each.order != RESTART for each in left):  # one version a round
         answer: PoolsAnswer | None = controller_declare(declared)
         while answer is not None and not answer.settled and clock.now_s() < end_s:
             pause.wait(SETTLE_EVERY_S)
@@ -135,7 +138,7 @@ def main() -> int:
 
 
 def start_deployment(config: UpConfig) -> None:
-    """Starts it in the joined cluster and waits until it serves. Raises ConfigError."""
+    """Starts a deployment in the joined cluster, and waits until it serves. Raises ConfigError."""
     there = nodes()
     num_gpus = sum(int(node.has.get("GPU", 0.0)) for node in there)
     plan = plan_of(config.model, config.config, cores=1, memory_bytes=None, num_gpus=num_gpus)
@@ -149,7 +152,7 @@ def start_deployment(config: UpConfig) -> None:
 
 
 def _fetch_everywhere(model: str, usable: Sequence[Node]) -> None:
-    """Fetches the model on all nodes at once. Raises ConfigError."""
+    """Fetches the model on all nodes at the same time. Raises ConfigError."""
     fetches = {
         node.address: ray.remote(num_cpus=0)(_fetch)
         .options(
@@ -169,7 +172,7 @@ def _fetch_everywhere(model: str, usable: Sequence[Node]) -> None:
 
 
 def _fetch(model: str) -> str:
-    """Fetches the model on this node; returns the error, or nothing."""
+    """Fetches the model on this node. Returns the error; empty after success."""
     try:
         local_model(model, cache=default_cache(os.environ))
     except ConfigError as error:

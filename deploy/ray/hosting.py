@@ -1,12 +1,12 @@
-"""Where the service of an actor runs: in the actor's process, or in a child of a nursery.
+"""Hosts the service of an actor: in the actor's process, or in a child of a nursery.
 
-On a cluster each actor hosts its service. On one machine the launcher has a nursery, which imports
-torch once while Ray starts. There the actor is a thin shell: it asks the nursery for the process,
-and both end together:
+On a cluster each actor's process runs its service. On a single machine the launcher has a nursery,
+which imports torch only once, while Ray starts. There the actor requests a child from the nursery,
+and the child runs the service. Actor and child end together:
 
-    the child ends    the actor ends too, so that Ray reports it
-    the actor ends    the child's standard input ends, and so does the child; the launcher, which
-                      knows its process id, kills it if it does not
+    the child ends    the actor ends too, so that Ray reports the end
+    the actor ends    the child's standard input ends, so the child ends. If the child does not end,
+                      the launcher kills it by its process id
 """
 
 import logging
@@ -30,11 +30,13 @@ ENDED = 70  # exit status of an actor whose child has ended
 
 
 class HostingThread:
-    """The service runs in a thread of this process."""
+    """Runs the service in a thread of this process."""
 
     def __init__(self, spec: ServiceSpec, *, host: str, node: str) -> None:
         from deploy.base.thread import ServiceThread
-        from deploy.services.build import service_of  # not where a child hosts the service
+
+        # Imported here, because this is not needed if a child runs the service.
+        from deploy.services.build import service_of
 
         service, source = service_of(msgspec.structs.replace(spec, host=host), node)
         configure_logging(source, MonotonicClock())
@@ -53,16 +55,17 @@ class HostingThread:
         self._thread.close()
 
     def stop_draining(self) -> None:
-        """Makes `stop` wait for nothing, even while it runs."""
+        """Makes `stop` stop waiting for answers, even if `stop` is already running."""
         self._thread.stop_draining()
 
 
 class HostingChild:
-    """The service runs in a child of the nursery whose port is at `port`."""
+    """Runs the service in a child of the nursery whose port is the socket `port`."""
 
     def __init__(self, spec: ServiceSpec, *, port: str) -> None:
         if isinstance(spec, WorkerSpec):
-            # Ray has chosen the GPUs of this process. The nursery's environment names all.
+            # Ray has limited this process to the GPUs of the worker. The nursery's environment has
+            # all GPUs.
             seen = os.environ.get(VISIBLE, "").split(",") if spec.num_gpus else ()
             spec = msgspec.structs.replace(spec, gpus=tuple(seen))
         configure_logging(LogSource(spec.name, spec.logs), MonotonicClock())
@@ -71,7 +74,7 @@ class HostingChild:
         self._is_stopping = False
 
     def start(self, limit_s: float) -> ServiceReady:
-        """Starts the child, and watches it from then on."""
+        """Starts the child, and from then on watches for the child's end."""
         ready = self._process.start()
         threading.Thread(target=self._watch, name="child", daemon=True).start()
         return ready
@@ -82,11 +85,11 @@ class HostingChild:
         self._process.stop(self._stops_draining)
 
     def stop_draining(self) -> None:
-        """Makes `stop` wait for nothing, even while it runs."""
+        """Makes `stop` stop waiting for answers, even if `stop` is already running."""
         self._stops_draining.set()
 
     def _watch(self) -> None:
-        """Ends this process when the child has ended without being asked to."""
+        """Ends this process if the child ends without having been stopped."""
         self._process.await_end()
         if not self._is_stopping:
             how = explain_status(self._process.exit_status)

@@ -40,35 +40,39 @@ from engine.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-LOGS_TIMEOUT_S = 6.0  # longest wait for nodes; clients of the admin API wait 10 s
+LOGS_TIMEOUT_S = 6.0  # longest wait for nodes' log lines; clients of the admin API wait 10 s
 CONTROLLER = "controller"  # the name of the only actor that is not a service
-ON_HEAD = {"resources": {"node:__internal_head__": 0.001}}  # Ray gives each head one of these
+# Ray gives each head one unit of this resource.
+ON_HEAD = {"resources": {"node:__internal_head__": 0.001}}
 
 
 class OwnRayLauncher(Launcher):
-    """Runs services as actors of a Ray that it starts on this machine, on loopback only.
+    """Runs services as actors of a Ray that this launcher starts on this machine, on loopback only.
 
-    Ray's raylet cannot be started again: its actors outlive it, but no actor can be made or ended.
-    So once it has died, the services are stopped in order, and a new Ray starts. Calls that come
-    meanwhile wait, and calls under way fail: Ray raises SystemExit in them.
+    Ray's raylet cannot be restarted. If it dies, its actors keep running, but no actor can be made
+    or ended. So once the raylet has died, this launcher stops the services in order, and starts a
+    new Ray. Calls that start meanwhile wait. Calls that are under way fail, because Ray raises
+    SystemExit in them.
 
-    `nursery` is one that imports already: its children run the services (`deploy.ray.hosting`).
+    `nursery` is a nursery that was started before; its children run the services
+    (`deploy.ray.hosting`).
     """
 
     def __init__(self, nursery: Nursery | None = None) -> None:
         self._nursery = nursery or Nursery()
         self._port: NurseryPort | None = None
-        self._folder = PrivateFolder()  # holds the port
+        self._folder = PrivateFolder()  # folder of the nursery's port
         self._ray = OwnRay()
         self._actors = ServiceActors({})
         self._session = ""
         self._num_raylet_deaths = 0
-        self._lost: set[str] = set()  # services that ended with a Ray and are not reported yet
+        self._lost: set[str] = set()  # services that ended with their Ray; not reported yet
         self._is_closing = False
         # The thread that starts and stops Ray. Ray's processes end with the thread that started
-        # them, so it must last. In the main thread Ray would replace the handler of SIGTERM.
+        # them, so this thread must live on. In the main thread Ray would replace the handler of
+        # SIGTERM.
         self._thread = ThreadPoolExecutor(1, "own ray")
-        self._restarting = threading.Lock()  # held while a new Ray replaces one without a raylet
+        self._restarting = threading.Lock()  # locked while a new Ray replaces one without a raylet
 
     def open(self) -> None:
         """Starts Ray. Raises ConfigError."""
@@ -77,16 +81,19 @@ class OwnRayLauncher(Launcher):
         self._session = _session_name()
 
     def gpus(self) -> FoundGpus:
-        """Returns this machine's GPUs. Ray finds the same ones, and hands them out."""
+        """Returns this machine's GPUs. Ray finds the same GPUs, and assigns them to actors."""
         return find_gpus(os.environ)
 
     def room(self, num_gpus: float) -> int:
-        """Returns how many workers the GPUs suffice for, or the cores, but at least a few."""
+        """Returns how many workers fit on the GPUs.
+
+        Without GPUs: on the cores, but at least a few.
+        """
         with self._present_ray():
             return ANYWHERE.with_gpus(num_gpus).room(nodes())
 
     def scarce(self, num_gpus: float) -> str:
-        """Describes this machine's scarcest resource."""
+        """Describes the resource of this machine that limits the number of workers."""
         with self._present_ray():
             return ANYWHERE.with_gpus(num_gpus).scarce(nodes())
 
@@ -97,12 +104,12 @@ class OwnRayLauncher(Launcher):
             return self._actors.start(spec, options)
 
     def stop(self, name: str, *, by_force: bool) -> None:
-        """Ends an actor."""
+        """Stops an actor."""
         with self._present_ray():
             self._actors.stop(name, by_force=by_force)
 
     def running(self) -> Mapping[str, ServiceReady]:
-        """Returns the actors that this launcher has started."""
+        """Returns the answers of the services that this launcher has started."""
         return self._actors.ready()
 
     def health(self) -> Mapping[str, bool]:
@@ -110,7 +117,7 @@ class OwnRayLauncher(Launcher):
         return parts_of_ray(self._session)
 
     def counters(self) -> Mapping[str, int]:
-        """Counts the restarts of Ray's GCS, and of Ray after its raylet died."""
+        """Returns the numbers of restarts of Ray's GCS and of Ray, and of lost nurseries."""
         return {
             "restarts of Ray's GCS": self._ray.num_gcs_restarts,
             "restarts of Ray": self._num_raylet_deaths,
@@ -118,20 +125,21 @@ class OwnRayLauncher(Launcher):
         }
 
     def dead(self) -> dict[str, str]:
-        """Returns the actors that died, each once: all of them after Ray's raylet died.
+        """Returns the actors that have died since the last call, with the reasons.
 
-        Then the gateways have finished their answers, and a new Ray runs, on return.
+        If Ray's raylet has died, returns all actors. Before that, waits until the gateways have
+        finished their answers and a new Ray runs.
         """
         is_whole = self._is_closing or not self._session or self.health()["raylet"]
         return self._actors.dead() if is_whole else self._begin_again()
 
     def close(self) -> None:
-        """Stops the actors, gateways first, then Ray."""
+        """Stops the actors (gateways first), then Ray."""
         self._is_closing = True
         with self._restarting:
             self._actors.stop_all()
             closing = self._thread.submit(self._ray.close)
-            self._nursery.close()  # while Ray stops
+            self._nursery.close()  # at the same time as Ray stops
             if self._port is not None:
                 self._port.close()
                 self._folder.close()
@@ -143,7 +151,10 @@ class OwnRayLauncher(Launcher):
         self._actors.stop_draining()
 
     def _open_port(self) -> None:
-        """Opens the nursery to actors. It survives a replacement of Ray. Raises ConfigError."""
+        """Opens the port by which actors use the nursery.
+
+        The port survives a restart of Ray. Raises ConfigError.
+        """
         if self._port is not None:
             return
         try:
@@ -157,7 +168,10 @@ class OwnRayLauncher(Launcher):
         self._actors.nursery = str(port.path)
 
     def _begin_again(self) -> dict[str, str]:
-        """Replaces Ray. Returns the services, which have ended. Raises ConfigError."""
+        """Replaces Ray after its raylet died.
+
+        Returns all services, which have ended by then. Raises ConfigError.
+        """
         with self._restarting:
             if not self._lost:
                 log.error("Ray's raylet died: its services stop, and a new Ray starts")
@@ -166,13 +180,16 @@ class OwnRayLauncher(Launcher):
             self._actors.stop_all()
             self._thread.submit(self._ray.close).result()
             if not self._is_closing:
-                self.open()  # if it fails, the next call tries again
+                self.open()  # if this fails, the next call tries again
             lost, self._lost = self._lost, set()
         return dict.fromkeys(lost, "Ray's raylet died")
 
     @contextmanager
     def _present_ray(self) -> Iterator[None]:
-        """Waits while Ray is replaced. Raises ConfigError if it is replaced during the call."""
+        """Waits while Ray is being replaced.
+
+        Raises ConfigError if Ray is replaced during the block.
+        """
         with self._restarting:
             pass
         try:
@@ -182,43 +199,49 @@ class OwnRayLauncher(Launcher):
 
 
 class ClusterLauncher(Launcher):
-    """Runs services as detached actors of the Ray that this process has joined.
+    """Runs services as detached actors of the Ray cluster that this process has joined.
 
-    Each worker gets a place (`deploy.ray.places`), which reserves its GPUs; gateways run on the
-    head. `open` and `close` leave Ray and the actors alone; `stop_all` ends the actors.
+    Each worker gets a place (`deploy.ray.places`), which reserves its GPUs. Gateways run on the
+    head. `open` and `close` change neither Ray nor the actors. `stop_all` ends the actors.
     """
 
     def __init__(self, placement: NodePlacement) -> None:
         self._places = RayPlaces(placement)
         self._actors = ServiceActors({"lifetime": "detached", "namespace": NAMESPACE})
-        self._session = ""  # Ray's session; "" until it is asked for
+        self._session = ""  # name of Ray's session; empty until first used
 
     def open(self) -> None:
-        """Does nothing: Ray runs already."""
+        """Does nothing, because Ray runs already."""
 
     def gpus(self) -> FoundGpus:
-        """Returns no GPUs: the nodes' GPUs count, and this may be a node without workers."""
+        """Returns no GPUs: workers use GPUs of the cluster's nodes, and this node may have no
+        workers.
+        """
         return FoundGpus(why_none="workers start on the cluster's nodes")
 
     def room(self, num_gpus: float) -> int:
-        """Returns how many workers fit by GPUs or cores, and by custom resources."""
+        """Returns how many workers fit into the nodes' GPUs or cores, and custom resources."""
         return self._placement(num_gpus).room(nodes())
 
     def scarce(self, num_gpus: float) -> str:
-        """Describes the scarcest resource of the cluster's nodes."""
+        """Describes the resources of the nodes that limit the number of workers."""
         return self._placement(num_gpus).scarce(nodes())
 
     def keep_places(self, names: Collection[str]) -> None:
-        """Keeps the places of these dead workers, with their GPUs, and gives up the others."""
+        """Keeps the places of these dead workers, with the GPUs.
+
+        Gives up the places of all other dead workers.
+        """
         self._places.keep(names)
 
     def ask_for(self, num_workers: int, wanted: Pools, num_gpus: float) -> None:
-        """Asks Ray's autoscaler for nodes. Without an autoscaler it has no effect."""
+        """Requests nodes from Ray's autoscaler. Has no effect if Ray has no autoscaler."""
         roles = self._places.roles()
         request_resources(bundles=self._placement(num_gpus).bundles(num_workers, roles, wanted))
 
     def start(self, spec: ServiceSpec) -> ServiceReady:
-        """Starts a gateway's actor on the head, a store's on its node, a worker's in its place.
+        """Starts the actor of a gateway on the head, of a store on its node, of a worker in its
+        place.
 
         A worker sees only the GPUs of its place.
         """
@@ -244,14 +267,15 @@ class ClusterLauncher(Launcher):
         return tuple(sorted(node.node_id for node in nodes()))
 
     def stop(self, name: str, *, by_force: bool) -> None:
-        """Ends an actor and gives up its place."""
+        """Stops an actor and gives up its place."""
         self._actors.stop(name, by_force=by_force)
         self._places.give_up(name)
 
     def running(self) -> Mapping[str, ServiceReady]:
-        """Returns this launcher's actors, and actors of earlier launchers, which it adopts.
+        """Adopts the actors of earlier launchers. Returns the answers of all actors' services.
 
-        An older actor that does not answer, or never started, is ended: its name must be free.
+        An earlier actor that does not answer, or never started its service, is killed to free its
+        name.
         """
         self._places.adopt()
         for name in self._strangers():
@@ -260,16 +284,16 @@ class ClusterLauncher(Launcher):
         return self._actors.ready()
 
     def health(self) -> Mapping[str, bool]:
-        """Returns whether Ray's processes on this machine are alive: it is the head."""
+        """Returns for each of Ray's processes on this machine (the head) if it is alive."""
         self._session = self._session or _session_name()
         return parts_of_ray(self._session)
 
     def counters(self) -> Mapping[str, int]:
-        """Counts the workers that took the place of another role."""
+        """Returns how often a worker has taken the place of another role."""
         return {"places of another role": self._places.num_stand_ins}
 
     def read_logs(self, folder: str, query: LogsQuery) -> LogPieces:
-        """Reads the lines that services kept on all nodes."""
+        """Reads the log lines that services kept on all nodes."""
         asked = msgspec.json.encode(query)
         pieces: dict[str, RingPiece] = {}
         known: set[str] = set()
@@ -284,27 +308,30 @@ class ClusterLauncher(Launcher):
         return LogPieces(pieces, sorted(known), silent)
 
     def remove_logs(self, folder: str) -> None:
-        """Removes the kept log lines on all nodes that answer."""
+        """Removes the log lines that services kept, on all nodes that answer."""
         _on_all_nodes("forget", folder, b"")
 
     def dead(self) -> dict[str, str]:
-        """Returns the actors that died, each once. Their places stay reserved for now."""
+        """Returns the actors that have died since the last call.
+
+        Their places stay reserved for now.
+        """
         dead = self._actors.dead()
         for name in dead:
             self._places.leave(name)
         return dead
 
     def close(self) -> None:
-        """Does nothing: the actors outlive this launcher."""
+        """Does nothing, because the actors outlive this launcher."""
 
     def stop_all(self) -> None:
-        """Stops the gateways, then the workers, and gives up all places."""
+        """Stops the gateways, then the workers, then the stores. Gives up all places."""
         self._actors.stop_all()
         self._places.give_up_all()
-        request_resources(bundles=[])  # otherwise Ray's autoscaler keeps nodes for them
+        request_resources(bundles=[])  # otherwise Ray's autoscaler keeps nodes for the workers
 
     def sweep(self) -> int:
-        """Ends the actors that earlier launchers left; returns their number."""
+        """Stops the actors that earlier launchers left. Returns the number of these actors."""
         num_left = len(self._strangers())
         self.running()
         self.stop_all()
@@ -315,7 +342,7 @@ class ClusterLauncher(Launcher):
         self._actors.stop_draining()
 
     def _strangers(self) -> list[str]:
-        """Names of Baton's services in this cluster that this launcher does not know."""
+        """Returns the names of Baton's services in this cluster that earlier launchers started."""
         named = ray.util.list_named_actors(all_namespaces=True)
         names = [each["name"] for each in named if each["namespace"] == NAMESPACE]
         return [name for name in names if name not in {*self._actors.names, CONTROLLER}]
@@ -325,9 +352,10 @@ class ClusterLauncher(Launcher):
 
 
 def _on_all_nodes(verb: str, name: str, asked: bytes) -> dict[str, bytes | None]:
-    """Reads or removes the log folders of all live nodes. None: a node did not answer in time.
+    """Reads or removes the log folders of all live nodes. Returns the answers by node; None for a
+    node that did not answer in time.
 
-    Ray keeps the process of such a task for a while, so the next one starts at once.
+    Ray keeps the process of such a task for a while, so that the next task starts at once.
     """
     task = ray.remote(num_cpus=0)(_on_node)
     asking = {
@@ -350,7 +378,10 @@ def _on_all_nodes(verb: str, name: str, asked: bytes) -> dict[str, bytes | None]
 
 
 def _on_node(verb: str, name: str, asked: bytes) -> bytes:
-    """Runs on a node. The keys of rings name it, since a service may have rings on several."""
+    """Runs as a task on a node.
+
+    The keys of rings contain the node's name, because a service may have rings on several nodes.
+    """
     node = node_name()
     folder = log_folder(name, node)
     assert folder is not None

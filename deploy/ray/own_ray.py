@@ -1,23 +1,24 @@
-"""A Ray for this machine alone: it listens on loopback and requires a token on each call.
+"""A Ray for this machine only. It listens on loopback, and each call needs a token.
 
-Ray reads these settings from the environment when it is imported, so `prepare` comes before that:
+`prepare` sets Ray's settings in the environment. Ray reads them when it is imported, so `prepare`
+must run before:
 
     loopback   If a cluster is possible, Ray replaces 127.0.0.1 by the network card's address and
                binds every interface. In its mode for macOS and Windows it binds 127.0.0.1 only.
-    token      Each call to one of Ray's processes must carry it. It is new for each process that
-               starts a Ray, and reaches Ray's processes in their environment.
+    token      Each call to one of Ray's processes must carry the token. Each process that starts a
+               Ray makes a new token. Ray's processes get the token in their environment.
     no report  Ray sends no usage statistics.
-    no exit    After the death of its raylet, Ray would silently end this process: when this process
-               uses the object store, and at any call if its parent is init, as under systemd. So no
-               value goes to that store, and Ray is told that this process is the raylet. Ray's own
-               processes get the id of the real raylet.
+    no exit    After the death of the raylet, Ray would silently end this process: when this process
+               uses the object store, or at any call if its parent is init, as under systemd. So
+               Baton puts no value into that store, and names this process as the raylet to Ray.
+               Ray's own processes get the id of the real raylet.
     signals    Ray's failure handler would replace our handler of SIGTERM, and end this process.
 
-The GCS of this Ray stores its state in RocksDB, in the same folder, so that a keeper can start it
-again (`deploy.ray.gcs_keeper`). Actors go on meanwhile, for at most RECONNECT_TIMEOUT_S.
+The GCS of this Ray stores its state in RocksDB, in Ray's folder. So a keeper can restart the GCS
+(`deploy.ray.gcs_keeper`). Without a GCS, actors keep running for at most RECONNECT_TIMEOUT_S.
 
-Ray makes its session folder, which holds sockets and logs, writable for everyone. So that folder is
-made inside a private one.
+Ray makes its session folder, which has sockets and logs, writable for everyone. So Ray's session
+folder is made inside a private folder.
 """
 
 import ipaddress
@@ -34,14 +35,17 @@ from engine.errors import ConfigError
 
 NAMESPACE = "baton"
 LOOPBACK = "127.0.0.1"
-RECONNECT_TIMEOUT_S = 600  # then Ray's processes end without a GCS
-HEALTH_CHECKS = 200  # every 3 s; until then, actors without a raylet count as alive
-OBJECT_STORE_BYTES = 80 * 2**20  # the minimum of Ray; no value goes there
-INLINE_BYTES = 64 * 2**20  # more than any argument or answer of an actor
+RECONNECT_TIMEOUT_S = 600  # after this time without a GCS, Ray's processes end
+HEALTH_CHECKS = 200  # one every 3 s; then Ray counts actors without a raylet as dead
+OBJECT_STORE_BYTES = 80 * 2**20  # Ray's minimum; no value is stored there
+INLINE_BYTES = 64 * 2**20  # larger than any argument or answer of an actor
 
 
 def prepare(environment: MutableMapping[str, str]) -> None:
-    """Sets the environment for a Ray that this process will start, before Ray is imported."""
+    """Sets the environment for a Ray that this process will start.
+
+    Call this before Ray is imported.
+    """
     environment.update(
         {
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
@@ -52,16 +56,17 @@ def prepare(environment: MutableMapping[str, str]) -> None:
             "RAY_max_direct_call_object_size": str(INLINE_BYTES),
             "RAY_task_rpc_inlined_bytes_limit": str(INLINE_BYTES),
             "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1",
-            # Lines of services name their process, and are bounded (`deploy.logs`): Ray shows them
-            # as they are, and leaves none out.
+            # Services bound their log lines and name their process in each line (`deploy.logs`). So
+            # Ray must print all lines unchanged.
             "RAY_DISABLE_WORKER_LOG_PREFIX": "1",
             "RAY_DEDUP_LOGS": "0",
             "RAY_gcs_rpc_server_reconnect_timeout_s": str(RECONNECT_TIMEOUT_S),
             "RAY_health_check_failure_threshold": str(HEALTH_CHECKS),
-            # Actors serve: as the background work that Ray takes them for (nice 15) they would get
-            # a thirtieth of a core beside another program.
+            # By default Ray gives actors a low priority (nice 15). Beside another program, a
+            # service would then get a thirtieth of a core.
             "RAY_worker_niceness": "0",
-            # Actors without GPUs keep our CUDA_VISIBLE_DEVICES, and Ray gives no warning.
+            # Actors without GPUs keep this process's CUDA_VISIBLE_DEVICES, and Ray prints no
+            # warning.
             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         }
     )
@@ -73,16 +78,19 @@ class OwnRay:
     def __init__(self) -> None:
         self._folder: PrivateFolder | None = None
         self._keeper: GcsSupervisor | None = None
-        self._num_gcs_restarts = 0  # before this keeper
+        self._num_gcs_restarts = 0  # restarts by earlier keepers
 
     @property
     def num_gcs_restarts(self) -> int:
-        """How often the GCS had to be started again."""
+        """The number of times that the GCS was restarted."""
         return self._num_gcs_restarts + (self._keeper.num_restarts if self._keeper else 0)
 
     def open(self) -> None:
-        """Starts Ray and joins it. Raises ConfigError if it would listen beyond loopback."""
-        import ray  # its processes inherit the environment of `prepare`
+        """Starts Ray and joins it.
+
+        Raises ConfigError if Ray listens on another address than loopback.
+        """
+        import ray  # Ray's processes inherit the environment that `prepare` set
 
         self._folder = folder = PrivateFolder()
         folder.open()
@@ -113,14 +121,14 @@ class OwnRay:
         self._keep_gcs()
 
     def close(self) -> None:
-        """Stops Ray and removes its session folder. If Ray did not start, its logs stay."""
+        """Stops Ray and removes its session folder. If Ray's start failed, its logs are kept."""
         import ray
 
         if not ray.is_initialized():
             return
         if self._keeper is not None:
             self._keeper.stop()
-        if self._folder is not None:  # Ray waits up to a second for each of its monitors
+        if self._folder is not None:  # otherwise Ray waits up to a second for each of its monitors
             end_users_of(self._folder.path, only_helpers=True)
         ray.shutdown()
         if self._keeper is not None:
@@ -128,12 +136,12 @@ class OwnRay:
             self._num_gcs_restarts += self._keeper.num_restarts
             self._keeper = None
         if self._folder is not None:
-            end_users_of(self._folder.path)  # agents outlive a killed GCS
+            end_users_of(self._folder.path)  # Ray's agents outlive a killed GCS
             self._folder.close()
             self._folder = None
 
     def _keep_gcs(self) -> None:
-        """Watches the GCS in a thread. Raises ConfigError if it cannot be found."""
+        """Starts a keeper of the GCS in a thread. Raises ConfigError if the GCS cannot be found."""
         import ray
 
         context = ray.get_runtime_context()

@@ -5,14 +5,14 @@ Each worker has a placement group of its own, detached and named after the worke
     worker dies               the group stays, so its GPU is free for the next worker of that name
     worker is flipped         the group stays as it is: see `deploy.pools.placement`
     node dies                 the group is given up, and another is made where there is room
-    role has no room          after a while the group takes what another role has left
-    worker does not start     the group is given up: another node may do better
+    role has no room          after a while the group takes an unused resource of another role
+    worker does not start     the group is given up, because the start may succeed on another node
     worker is stopped         the group is removed
-    controller dies           the next controller finds the groups by their names; a worker that it
-                              starts takes the group of its name, whatever role that was made for
+    controller dies           the next controller finds the groups by their names. If it starts a
+                              worker, the worker gets the group of its name, made for any role
 
-A start takes some milliseconds longer this way. `NodePlacement.choose` picks the node. If programs
-other than Baton took what it counts on, Ray finds a node, or an autoscaler makes one.
+Placement groups make a start some milliseconds longer. `NodePlacement.choose` chooses the node. If
+other programs have taken that node's resources, Ray finds another node, or an autoscaler adds one.
 """
 
 import logging
@@ -36,8 +36,8 @@ from engine.messages import Role
 
 log = logging.getLogger(__name__)
 
-PLACE_TIMEOUT_S = 60.0  # then it takes another role's place, or the start fails and is tried again
-CHOSEN_TIMEOUT_S = 2.0  # after this time, other programs have taken freed resources
+PLACE_TIMEOUT_S = 60.0  # then another role's place is taken, or the start fails and is retried
+CHOSEN_TIMEOUT_S = 2.0  # after this time, other programs must have taken the resources
 WAIT_EVERY_S = 0.5
 PREFIX = "baton"  # group names are PREFIX:ROLE:WORKER
 NODE_LABEL = "ray.io/node-id"  # Ray sets it on every node
@@ -45,39 +45,42 @@ NODE_LABEL = "ray.io/node-id"  # Ray sets it on every node
 
 @dataclass(slots=True, eq=False)
 class Held:
-    """A reservation, compared by identity: a later one may have the same name."""
+    """A reservation. Compared by identity, because a later reservation may have the same name."""
 
     worker: str
-    role: Role  # the role whose resource it takes
-    group: PlacementGroup | None = None  # None: being made, or adopted and not used yet
+    role: Role  # the role whose custom resource is reserved
+    # None: the group is being made, or adopted and not used yet.
+    group: PlacementGroup | None = None
 
     @property
     def name(self) -> str:
-        """Name of the placement group."""
+        """The name of the placement group."""
         return f"{PREFIX}:{self.role}:{self.worker}"
 
 
 class RayPlaces:
-    """The reservation of each worker. Safe to use from several threads.
+    """Keeps the reservation of each worker. Safe to use from several threads.
 
-    Groups are made and removed one after the other. So each choice sees the one before it, and a
-    name is free before it is used again. This waits for Ray. The books have their own lock, which
-    never waits for Ray. So an event can be noted while the cluster does not answer.
+    Placement groups are made and removed one after the other. So each choice of a node takes the
+    previous choice into account, and a name is free before it is used again. These operations wait
+    for Ray. The records of reservations have a separate lock, under which nothing waits for Ray. So
+    an event can be recorded even if the cluster does not answer.
     """
 
     def __init__(self, placement: NodePlacement) -> None:
         self.placement = placement
-        self._held: dict[str, Held] = {}  # by worker
+        self._held: dict[str, Held] = {}  # by worker: its reservation
         self._in_use: set[str] = set()  # workers that run or start
         self.num_stand_ins = 0  # number of places taken from another role's resource
-        self._books = threading.Lock()  # guards `_held` and `_in_use`; held briefly
-        self._groups = threading.Lock()  # always taken before `_books`
+        self._books = threading.Lock()  # guards `_held` and `_in_use`; locked only briefly
+        self._groups = threading.Lock()  # always locked before `_books`
 
     def take(self, worker: str, role: Role) -> Held:
-        """Returns the place kept for a worker, or a new one. Raises NoRoom; then it has none.
+        """Returns the place that is kept for a worker, or else a new place. Raises NoRoom, with no
+        place left.
 
-        Waits while there is no room; Ray's autoscaler sees the wait. After a timeout it takes what
-        another role has left, since a worker can take any role on any node.
+        Waits while there is no room; Ray's autoscaler notices that the group waits. After a timeout
+        the worker takes an unused resource of another role, because any role can run on any node.
         """
         with self._groups:
             with self._books:
@@ -96,45 +99,48 @@ class RayPlaces:
         return held
 
     def adopt(self) -> None:
-        """Adds the reservations of earlier controllers. `use` marks those in use."""
+        """Adds the reservations that earlier controllers made.
+
+        `use` then marks the reservations in use.
+        """
         there = reserved()
         with self._books:
             for place in there:
                 self._held.setdefault(place.worker, Held(place.worker, place.role))
 
     def use(self, worker: str) -> None:
-        """Marks the place of a worker that was found running."""
+        """Marks the place of a worker, which was found running, as in use."""
         with self._books:
             self._in_use.add(worker)
 
     def leave(self, worker: str) -> None:
-        """Marks a worker as dead. Its place is kept for the next worker of that name."""
+        """Marks a worker as dead. Its place is kept for the next worker of the same name."""
         with self._books:
             self._in_use.discard(worker)
 
     def keep(self, workers: Collection[str]) -> None:
-        """Gives up the places of dead workers that are not among `workers`."""
+        """Gives up the places of dead workers, except those of `workers`."""
         with self._books:
             unused = self._held.keys() - self._in_use - set(workers)
         for worker in unused:
             self._free(worker, lambda held: held.worker not in self._in_use)
 
     def give_up(self, worker: str) -> None:
-        """Frees a worker's place and ends a wait for it."""
+        """Frees a worker's place. If `take` waits for this place, ends the wait."""
         self._free(worker, lambda _: True)
 
     def give_back(self, held: Held) -> None:
-        """Frees this reservation, unless it is gone: the worker may have a new one by now."""
+        """Frees this reservation, unless the worker has another reservation by now."""
         self._free(held.worker, lambda there: there is held)
 
     def give_up_all(self) -> None:
-        """Frees all places, also places of earlier controllers."""
+        """Frees all places, including the places of earlier controllers."""
         self.adopt()
         for worker in list(self._held):
             self.give_up(worker)
 
     def roles(self) -> list[Role]:
-        """Returns the role whose resource each reservation takes."""
+        """Returns for each reservation the role whose custom resource it takes."""
         with self._books:
             return [held.role for held in self._held.values()]
 
@@ -150,7 +156,10 @@ class RayPlaces:
                 _remove(held.name)
 
     def _is_kept(self, held: Held) -> bool:
-        """True if the group has a live node and the right size. Otherwise removes it."""
+        """True if the group is on a live node and has the right size.
+
+        Otherwise removes the group.
+        """
         alive = {node.node_id for node in nodes()}
         takes = self.placement.needs(held.role)
         places = [place for place in reserved() if place.worker == held.worker]
@@ -161,7 +170,7 @@ class RayPlaces:
         return False
 
     def _make(self, held: Held) -> None:
-        """Makes the group on the chosen node, or else where Ray finds room."""
+        """Makes the group on the chosen node, or else on a node where Ray finds room."""
         with self._books:
             self._held[held.worker] = held
         takes = self.placement.needs(held.role)
@@ -175,7 +184,10 @@ class RayPlaces:
         held.group = _reserve(held.name, takes, {})
 
     def _comes(self, held: Held) -> bool:
-        """True if the group gets a node in time. Raises ConfigError if it was given up."""
+        """Waits until the group gets a node.
+
+        False after the timeout. Raises ConfigError if the place was given up.
+        """
         assert held.group is not None
         clock = MonotonicClock()
         end_s = clock.now_s() + PLACE_TIMEOUT_S
@@ -186,7 +198,7 @@ class RayPlaces:
         return True
 
     def _stand_in(self, held: Held) -> None:
-        """Takes an unused resource of another role. Raises NoRoom."""
+        """Makes the group again, with an unused resource of another role. Raises NoRoom."""
         wanted = self.placement.needs(held.role)
         with self._groups:
             self._check_wanted(held)
@@ -213,7 +225,7 @@ class RayPlaces:
 
 
 def nodes() -> list[Node]:
-    """Returns the live nodes."""
+    """Returns the live nodes of the cluster."""
     return [
         Node(node["NodeID"], node["NodeManagerAddress"], node["Resources"])
         for node in ray.nodes()
@@ -222,7 +234,7 @@ def nodes() -> list[Node]:
 
 
 def _reserve(name: str, takes: Mapping[str, float], labels: dict[str, str]) -> PlacementGroup:
-    """Requests a group on a node with these labels. Placing it may take a while."""
+    """Requests a group on a node with these labels. Ray may take a while to place the group."""
     return placement_group(
         [dict(takes)], "STRICT_PACK", name, lifetime="detached", bundle_label_selector=[labels]
     )
@@ -231,7 +243,7 @@ def _reserve(name: str, takes: Mapping[str, float], labels: dict[str, str]) -> P
 def _remove(name: str) -> None:
     try:
         group = get_placement_group(name)
-    except ValueError:  # it is gone already
+    except ValueError:  # the group is removed already
         return
     remove_placement_group(group)
 

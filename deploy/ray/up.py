@@ -1,7 +1,7 @@
 """The operator's side of `baton up`, `status` and `down` on a Ray cluster.
 
-It imports no Ray. It runs the `ray` command, which knows each cloud provider, and `deploy.ray.head`
-on the cluster. There are two kinds of cluster:
+This module does not import Ray. It runs the `ray` command, which supports each cloud provider, and
+runs `deploy.ray.head` on the cluster. There are two kinds of clusters:
 
     RayUp     made from a file for `ray up`, reached over ssh, and ended by `down`
     Running   exists already and is joined from here as a driver; `down` ends only Baton's part
@@ -27,11 +27,11 @@ from deploy.ray.cluster_nodes import LeftProcess, write_files, write_private
 from engine.clock import MonotonicClock
 from engine.errors import ConfigError
 
-RAY_UP_TIMEOUT_S = 1800.0  # for machines to start and install packages
-NODES_TIMEOUT_S = 1800.0  # the same for all nodes but the head
+RAY_UP_TIMEOUT_S = 1800.0  # time limit for machines to start and install packages
+NODES_TIMEOUT_S = 1800.0  # the same limit for all nodes but the head
 NODES_EVERY_S = 5.0
-ANSWER_TIMEOUT_S = 5 * 3600.0  # for models to be downloaded and loaded
-ANSWER = "BATON-ANSWER "  # begins the line on which deploy.ray.head answers
+ANSWER_TIMEOUT_S = 5 * 3600.0  # time limit of a verb: models may be downloaded and loaded
+ANSWER = "BATON-ANSWER "  # prefix of the line with the answer of deploy.ray.head
 REMOTE_FILE = "~/.baton/baton.yaml"
 _PRIVATE = "umask 077; mkdir -p ~/.baton && chmod 700 ~/.baton"  # chmod too: the folder may exist
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -48,9 +48,11 @@ class ClusterNode(msgspec.Struct, frozen=True):
 
 
 class Status(msgspec.Struct, frozen=True):
-    """State of a cluster. `pools` is None if no controller runs or it was not asked.
+    """The state of a cluster. `pools` is None if no controller runs, or if the controller was not
+    queried.
 
-    `differences` is what a file declared otherwise than it ran, and `left` what still differs.
+    `differences` are the settings whose declared values differed from the running ones before.
+    `left` are the settings that still differ.
     """
 
     session: str
@@ -61,21 +63,21 @@ class Status(msgspec.Struct, frozen=True):
 
 
 class HeadAnswer(msgspec.Struct, frozen=True):
-    """The last line of `deploy.ray.head`: the new state, or the error."""
+    """The last line of `deploy.ray.head`'s output: the new state, or the error."""
 
     status: Status | None = None
     error: str | None = None
 
 
 class OtherVersion(ConfigError):
-    """A head answered in a form that this version does not know."""
+    """The head answered in a form that this version of Baton cannot decode."""
 
 
 class RayUp:
     """A cluster that `ray up` makes from a file.
 
-    Each answer of the head names Ray's session, which is noted in a file. The note tells which
-    processes belong to the cluster when the head no longer answers.
+    Each answer of the head contains the name of Ray's session, which is written to a file. If the
+    head no longer answers, this name identifies the cluster's processes.
     """
 
     def __init__(self, file: Path, notes: Path) -> None:
@@ -86,8 +88,8 @@ class RayUp:
     def is_up(self) -> bool:
         """Returns true if the head answers, with or without a controller.
 
-        `ray up` would end everything that runs. So if the head does not answer, but processes of
-        the last session may run on it, this raises ConfigError.
+        `ray up` would end all running processes of Ray. So if the head does not answer, but
+        processes of the last session may run on it, raises ConfigError.
         """
         try:
             self.ask("look")
@@ -103,7 +105,9 @@ class RayUp:
         return True
 
     def up(self) -> None:
-        """Runs `ray up` and waits for all nodes: they limit how many workers fit."""
+        """Runs `ray up` and waits for all nodes, because the number of nodes limits how many
+        workers fit.
+        """
         num_nodes = num_nodes_of(read_cluster(self._file))
         write_files(Path.home())
         _ray(["up", "--yes", "--disable-usage-stats", str(self._file)], RAY_UP_TIMEOUT_S)
@@ -118,7 +122,7 @@ class RayUp:
             pause.wait(NODES_EVERY_S)
 
     def ask(self, verb: str, file: Path | None = None) -> Status:
-        """Runs the verb on the head, over ssh."""
+        """Runs the verb on the head over ssh."""
         command = f"python -m deploy.ray.head {verb}"
         if file is not None:
             self._put(file)
@@ -128,11 +132,11 @@ class RayUp:
         return status
 
     def down(self) -> list[LeftProcess]:
-        """Runs `ray down`, then ends the processes that it misses."""
+        """Runs `ray down`, then ends the processes that `ray down` has missed."""
         cluster = read_cluster(self._file)
         _ray(["down", "--yes", str(self._file)], RAY_UP_TIMEOUT_S)
         session = self._session()
-        if not session:  # unknown session: any Ray process may be left of it
+        if not session:  # the session is unknown: any Ray process may belong to it
             return cluster_nodes.look(cluster, cluster_nodes.ANY_RAY)
         left = [*cluster_nodes.end(cluster, session), *cluster_nodes.remove(cluster)]
         if not left:
@@ -140,12 +144,14 @@ class RayUp:
         return left
 
     def _found_on_head(self) -> list[LeftProcess]:
-        """Returns processes of the last session on the head, or why it cannot be looked at."""
+        """Returns the processes of the last session on the head, or the reason why the head cannot
+        be searched.
+        """
         session = self._session()
         return cluster_nodes.look(read_cluster(self._file), session, num_nodes=1) if session else []
 
     def _session(self) -> str:
-        """The session of the last answer; empty if there was none."""
+        """The session's name in the head's last answer; empty if there was no answer."""
         return self._record.read_text().strip() if self._record.exists() else ""
 
     def _write_note(self, session: str) -> None:
@@ -153,7 +159,7 @@ class RayUp:
         write_private(self._record, session)
 
     def _put(self, file: Path) -> None:
-        """Copies the file to the head. It may hold keys, so only its user may read it."""
+        """Copies the file to the head. The file may contain keys, so only its user may read it."""
         _ray(["exec", str(self._file), _PRIVATE], ANSWER_TIMEOUT_S)
         _ray(["rsync-up", str(self._file), str(file), REMOTE_FILE], ANSWER_TIMEOUT_S)
         _ray(["exec", str(self._file), f"chmod 600 {REMOTE_FILE}"], ANSWER_TIMEOUT_S)
@@ -166,15 +172,15 @@ class Running:
         self._address = address
 
     def is_up(self) -> bool:
-        """Assumes so; `ask` fails if it is not."""
+        """Returns true without a check. If the cluster does not run, `ask` fails."""
         return True
 
     def up(self) -> None:
-        """Refuses: Baton does not make this cluster."""
+        """Raises ConfigError, because Baton does not make this cluster."""
         raise ConfigError(f"no cluster of Ray answers at {self._address}")
 
     def ask(self, verb: str, file: Path | None = None) -> Status:
-        """Runs the verb here, as a driver of that cluster."""
+        """Runs the verb on this machine, as a driver of the cluster."""
         command = [
             sys.executable,
             "-m",
@@ -186,7 +192,7 @@ class Running:
         return _status(_run(command, ANSWER_TIMEOUT_S, environment)[1])
 
     def down(self) -> list[LeftProcess]:
-        """Leaves the cluster alone."""
+        """Does nothing, because Baton did not make the cluster."""
         return []
 
 
@@ -194,7 +200,7 @@ Cluster = RayUp | Running
 
 
 def cluster_of(config: UpConfig) -> Cluster:
-    """Returns the cluster that a configuration names."""
+    """Returns the cluster that a configuration selects."""
     if config.cluster is not None:
         return RayUp(config.cluster, default_cache(os.environ) / "clusters")
     assert config.address is not None
@@ -202,9 +208,9 @@ def cluster_of(config: UpConfig) -> Cluster:
 
 
 def bring_up(cluster: Cluster, file: Path, report: Report) -> Status:
-    """Brings up the cluster, then Baton, if they are not up already.
+    """Starts the cluster if it is not up, then Baton if it does not run.
 
-    If Baton runs, what the file declares otherwise is carried out. Raises ConfigError.
+    If Baton runs already, applies the file's changed settings. Raises ConfigError.
     """
     report("looking for the cluster")
     if not cluster.is_up():
@@ -215,7 +221,7 @@ def bring_up(cluster: Cluster, file: Path, report: Report) -> Status:
 
 
 def take_down(cluster: Cluster, report: Report) -> list[LeftProcess]:
-    """Takes down Baton, then the cluster if Baton made it; returns what is left.
+    """Stops Baton, then the cluster if Baton made it. Returns the processes that are left.
 
     Raises ConfigError.
     """
@@ -229,7 +235,7 @@ def take_down(cluster: Cluster, report: Report) -> list[LeftProcess]:
 
 
 def _ray(arguments: Sequence[str], timeout_s: float, *, check: bool = True) -> str:
-    """Runs a command of Ray; returns what it printed. Raises ConfigError."""
+    """Runs a command of Ray and returns its output. Raises ConfigError."""
     command = [sys.executable, "-m", "ray.scripts.scripts", *arguments]
     environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
     status, printed = _run(command, timeout_s, environment)
@@ -255,7 +261,7 @@ def _run(command: Sequence[str], timeout_s: float, environment: dict[str, str]) 
 
 
 def _status(printed: str) -> Status:
-    """Reads the answer from the last line that starts with `ANSWER`. Raises ConfigError."""
+    """Decodes the answer in the last line that starts with `ANSWER`. Raises ConfigError."""
     lines = [line for line in printed.splitlines() if line.startswith(ANSWER)]
     if not lines:
         raise ConfigError(f"the cluster's head gave no answer: {_reason(printed)}")
@@ -271,7 +277,7 @@ def _status(printed: str) -> Status:
 
 
 def _reason(printed: str) -> str:
-    """Returns the last lines, without the lines that ssh prints at every end."""
+    """Returns the last lines of an output, without the lines that ssh always prints at its end."""
     lines = [line.strip() for line in printed.splitlines()]
     said = [line for line in lines if line and not re.match(r"(Shared c|C)onnection to ", line)]
     return " / ".join(said[-3:]) or "it printed nothing"

@@ -1,1 +1,1 @@
-"""Services that run in processes of their own: a worker, a gateway, and how each is opened."""
+"""The services, each of which runs in a separate process: worker, gateway and store."""

@@ -1,4 +1,4 @@
-"""Builds a service from its spec. Each kind is imported only where it is needed."""
+"""Builds a service from its spec. Only the modules of the needed kind of service are imported."""
 
 import importlib
 
@@ -16,7 +16,10 @@ def import_service(kind: str) -> None:
 
 
 def service_of(spec: ServiceSpec, node: str = "") -> tuple[LoopService[object], LogSource]:
-    """Returns the service, and the source of its log lines. `node` is its node in a cluster."""
+    """Returns the service of a spec, and the source of its log lines.
+
+    `node` is the service's node in a cluster.
+    """
     source = LogSource(spec.name, spec.logs, log_folder(spec.log_folder, node))
     if isinstance(spec, WorkerSpec):
         from deploy.services.worker import WorkerService
@@ -25,7 +28,7 @@ def service_of(spec: ServiceSpec, node: str = "") -> tuple[LoopService[object], 
     if isinstance(spec, StoreSpec):
         from deploy.services.store import StoreService
 
-        # Its process keeps the lines; the parent's lines are few.
+        # The store's process writes lines to the folder; its keeper, which runs here, writes few.
         return StoreService(spec, node), msgspec.structs.replace(source, folder=None)
     from deploy.services.gateway import GatewayService
 

@@ -1,4 +1,4 @@
-"""A gateway on its listening socket, built from its spec."""
+"""A gateway that listens on its socket, built from its spec."""
 
 import asyncio
 import logging
@@ -48,13 +48,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-OTHER_DESCRIPTORS = 1024  # open files of a gateway beside its clients' connections
-ACCOUNTS = "accounts"  # the file of keys' accounts, beside the directory of siblings
-LINK_TIMEOUT_S = 10.0  # a gateway without a worker by then starts anyway, and answers 503
+OTHER_DESCRIPTORS = 1024  # open files of a gateway in addition to its clients' connections
+ACCOUNTS = "accounts"  # name of the file of keys' accounts, beside the directory of siblings
+LINK_TIMEOUT_S = 10.0  # a gateway that has no worker after this time starts anyway, and answers 503
 
 
 class GatewayService(LoopService[GatewayReady]):
-    """A gateway from open to close."""
+    """Runs a gateway from `open` to `close`."""
 
     def __init__(self, spec: GatewaySpec) -> None:
         self._spec = spec
@@ -67,7 +67,7 @@ class GatewayService(LoopService[GatewayReady]):
         self._holders: list[PortHolder] = []
 
     async def open(self) -> GatewayReady:
-        """Listens and connects to the workers. Raises ConfigError."""
+        """Starts to listen, and connects to the workers. Raises ConfigError."""
         sock = await asyncio.to_thread(self._listening, HTTP, self._spec.gateway.port)
         try:
             return await self._open(sock)
@@ -80,7 +80,7 @@ class GatewayService(LoopService[GatewayReady]):
         spec = self._spec
         config = spec.gateway
         clock, secret = MonotonicClock(), Secret(spec.token)
-        await asyncio.to_thread(library)  # compiles now, so that no request waits for it
+        await asyncio.to_thread(library)  # compiles it now, so that no request waits
         self._routers = VersionRouters(
             clock=clock,
             new_router=lambda: Router(
@@ -135,7 +135,7 @@ class GatewayService(LoopService[GatewayReady]):
         if self._siblings is not None:
             await self._siblings.open()
         first = await self._routers.open(spec.members)
-        # Without workers there is no reason to wait: the controller names them once this listens.
+        # Without workers, do not wait: the controller sends the members once this gateway listens.
         link_s = LINK_TIMEOUT_S if spec.members.of(first.name) else 0.0
         missing = await self._routers.routers()[first.name].wait_until_ready(link_s)
         if missing is not None:
@@ -166,7 +166,10 @@ class GatewayService(LoopService[GatewayReady]):
     async def _open_grpc(
         self, parts: GatewayParts, keys: KeyFinder | None, tls: TlsFiles | None
     ) -> int | None:
-        """Listens for gRPC if the configuration has a port. Returns it. Raises ConfigError."""
+        """Listens for gRPC if a port is configured.
+
+        Returns the port, or None. Raises ConfigError.
+        """
         config = self._spec.gateway
         if config.grpc_port is None:
             return None
@@ -182,7 +185,7 @@ class GatewayService(LoopService[GatewayReady]):
         return await self._inference.open_on(sock, Path(self._spec.ports), self._spec.name)
 
     def _listening(self, port_name: str, port: int) -> socket.socket:
-        """Returns the socket of a port, which it has from another process or made. May block.
+        """Returns the listening socket of a port, from another process or newly made. May block.
 
         Raises ConfigError.
         """
@@ -191,8 +194,8 @@ class GatewayService(LoopService[GatewayReady]):
             return listen_on(*address)
         folder = Path(self._spec.ports)
         if self._folder is None:
-            # The next deployment finds and ends this process by it: should it be stopped when its
-            # deployment dies, it cannot end by itself, and keeps the port.
+            # By this open file the next deployment finds this process and ends it. If this process
+            # is paused when its deployment dies, it cannot end by itself, and would keep the port.
             self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         sock, holder = take_or_listen(folder, port_name, self._spec.name, address)
         self._holders.append(holder)
@@ -206,7 +209,7 @@ class GatewayService(LoopService[GatewayReady]):
             self._folder = None
 
     def stop_draining(self) -> None:
-        """Ends running answers now."""
+        """Ends all running answers now."""
         if self._listener is not None:
             self._listener.stop_draining()
             self._background.stop_draining()
@@ -214,7 +217,7 @@ class GatewayService(LoopService[GatewayReady]):
             self._inference.stop_draining()
 
     async def close(self) -> None:
-        """Refuses new requests, waits for running answers, and ends all sessions."""
+        """Refuses new requests, waits for running answers, then ends all sessions."""
         assert self._listener is not None
         self._routers.versions.stop()
         await asyncio.to_thread(self._close_ports)
@@ -240,7 +243,7 @@ class GatewayService(LoopService[GatewayReady]):
             await self._inference.close(self.drain_timeout_s)
 
     def _cut(self) -> None:
-        """Ends each remaining answer with an error."""
+        """Ends each answer that still runs with an error."""
         log.warning("%d requests are ended before they are complete", self._routers.cut())
 
 
@@ -249,7 +252,7 @@ def _storage_of(config: GatewayConfig) -> Storage:
 
 
 def _open_tracing(spec: GatewaySpec, clock: Clock) -> "OtelTracing | None":
-    """Returns the sender of traces, if an endpoint is configured. Raises ConfigError."""
+    """Returns the sender of traces; None if no endpoint is configured. Raises ConfigError."""
     endpoint = spec.gateway.trace_endpoint
     if endpoint is None:
         return None
@@ -282,7 +285,7 @@ def _open_tls(config: GatewayConfig) -> TlsFiles | None:
 
 
 def _open_keys(config: GatewayConfig, clock: Clock) -> KeyFinder | None:
-    """Returns the keys of clients; None if the gateway needs no keys. Raises KeysError."""
+    """Returns the finder of clients' keys; None if the gateway needs no keys. Raises KeysError."""
     if config.keys_file is None:
         return FixedKeys(config.key_hashes) if config.api_key else None
     keys = KeyFile(Path(config.keys_file).expanduser(), clock)
@@ -291,7 +294,9 @@ def _open_keys(config: GatewayConfig, clock: Clock) -> KeyFinder | None:
 
 
 def _book_of(config: GatewayConfig) -> Book:
-    """Returns a book with the configured limits, reduced to the open files of this process."""
+    """Returns a connection book with the configured limits, reduced to the number of files that
+    this process may open.
+    """
     wanted = config.max_connections + OTHER_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -1,4 +1,4 @@
-"""Finds the model of a service on this machine, and fetches it."""
+"""Finds the model of a service on this machine, and fetches the model if necessary."""
 
 import logging
 import os
@@ -13,7 +13,10 @@ log = logging.getLogger(__name__)
 
 
 def has_to_fetch(spec: ServiceSpec) -> bool:
-    """True if `fetch` may take long. Gateways fetch their few files while they open."""
+    """True if `fetch` may take long.
+
+    False for gateways, which fetch their few files while they open.
+    """
     return isinstance(spec, WorkerSpec) and is_remote(spec.model)
 
 
@@ -24,7 +27,9 @@ def fetch(spec: ServiceSpec) -> None:
 
 
 def start_limit_s(spec: ServiceSpec) -> float:
-    """Returns how long a start may take: longer for a large model. It must be on this machine."""
+    """Returns how many seconds a start may take: more for a large model, which must be on this
+    machine.
+    """
     if not isinstance(spec, WorkerSpec):
         return READY_TIMEOUT_S
     folder = directory_of(spec.model, Parts.ALL)
@@ -33,5 +38,8 @@ def start_limit_s(spec: ServiceSpec) -> float:
 
 
 def directory_of(model: str, parts: Parts) -> Path:
-    """Returns the model's directory on this machine. Fetches it if needed. Raises ConfigError."""
+    """Returns the model's directory on this machine.
+
+    Fetches the model if necessary. Raises ConfigError.
+    """
     return local_model(model, cache=default_cache(os.environ), parts=parts, report=log.warning)

@@ -2,14 +2,16 @@
 
 All gateways accept connections from one socket of a port, so the kernel has one queue of them:
 
-- A gateway that is paused or stuck accepts no connections: the others accept all. With SO_REUSEPORT
-  each process would have its own queue, and connections of a paused process would wait or be lost.
+- A gateway that is paused or stuck accepts no connections, so the other gateways accept all. With
+  SO_REUSEPORT each process would have its own queue, and connections in a paused process's queue
+  would wait or be lost.
 - A gateway that dies loses no waiting connection, and its successor uses the same port. As long as
-  any process holds the socket, connections wait in the queue, and none is refused.
+  any process has the socket open, new connections wait in the queue instead of being refused.
 
-The process with the socket listens on a Unix socket in a private directory, `<port>-<process>`, and
-sends each caller a descriptor. On one machine `baton serve` holds the sockets, and is asked first.
-On a cluster the gateways have them from each other: the first one listens.
+A process that has the listening socket also listens on a Unix socket `<port>-<process>` in a
+private directory, and sends each caller a descriptor of the listening socket. On a single machine
+`baton serve` makes the sockets, and is called first. On a cluster the first gateway makes the
+sockets, and gateways get them from each other.
 """
 
 import contextlib
@@ -25,26 +27,28 @@ from router.edge.listener import BACKLOG
 
 log = logging.getLogger(__name__)
 
-TAKE_TIMEOUT_S = 2.0  # longest wait for a holder, which may be paused
+TAKE_TIMEOUT_S = 2.0  # longest wait for the answer of a holder, which may be paused
 CLOSE_TIMEOUT_S = 10.0
-HTTP, GRPC = "http", "grpc"  # the ports
-DEPLOYMENT = "deployment"  # the holder that lives as long as the deployment
+HTTP, GRPC = "http", "grpc"  # names of the ports
+DEPLOYMENT = "deployment"  # name of the holder that lives as long as the deployment
 
 
 class PortHolder:
-    """Hands a listening socket out, in a thread, from `hold` to `close`."""
+    """Sends descriptors of a listening socket to other processes, in a thread, from `hold` to
+    `close`.
+    """
 
     def __init__(self, directory: Path, port_name: str, holder: str = DEPLOYMENT) -> None:
-        """Only its user may enter `directory`."""
+        """Only this user may be able to enter `directory`."""
         self.path = directory / f"{port_name}-{holder}"
         self._thread = threading.Thread(target=self._serve, name="port holder", daemon=True)
 
     def hold(self, sock: socket.socket) -> None:
-        """Hands this socket out, and closes it at the end. Raises ConfigError."""
+        """Starts to hand out this socket. `close` will close it. Raises ConfigError."""
         self._port = sock
         self._calls = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self.path.unlink(missing_ok=True)  # a dead process left it
+            self.path.unlink(missing_ok=True)  # a dead process may have left this file
             with _reachable(self.path) as path:
                 self._calls.bind(path)
             self._calls.listen()
@@ -55,9 +59,9 @@ class PortHolder:
         self._thread.start()
 
     def close(self) -> None:
-        """Closes the socket. The port is free once the last process has closed it."""
+        """Closes the socket. The port is free once the last process has closed the socket."""
         with contextlib.suppress(OSError):
-            self._calls.shutdown(socket.SHUT_RDWR)  # ends the thread's wait
+            self._calls.shutdown(socket.SHUT_RDWR)  # makes `accept` in the thread return
         self._thread.join(CLOSE_TIMEOUT_S)
         self._calls.close()
         self._port.close()
@@ -67,7 +71,7 @@ class PortHolder:
         while True:
             try:
                 caller, _ = self._calls.accept()
-            except OSError:  # closed
+            except OSError:  # `close` was called
                 return
             try:
                 with caller:
@@ -86,15 +90,16 @@ def listen_on(host: str, port: int) -> socket.socket:
 
 
 def _never_blocking(sock: socket.socket) -> socket.socket:
-    """Lets no copy of the socket block. All copies share one flag, in all processes, and Python's
-    `dup` sets it as its own socket has it: a process that accepts would wait for ever.
+    """Makes the socket non-blocking. All copies of the socket in all processes share one flag, and
+    Python's `dup` sets the flag to its own socket's mode. With a blocking copy, a process that
+    accepts would wait for ever.
     """
     sock.settimeout(0.0)
     return sock
 
 
 def take_socket(path: Path) -> socket.socket:
-    """Returns a descriptor of the listening socket from the holder at `path`.
+    """Gets the listening socket from the holder at `path`.
 
     Raises ConfigError.
     """
@@ -116,10 +121,10 @@ def take_socket(path: Path) -> socket.socket:
 def take_or_listen(
     directory: Path, port_name: str, process: str, address: tuple[str, int]
 ) -> tuple[socket.socket, PortHolder]:
-    """Returns the socket of a port, and the holder that hands it on from this process.
+    """Returns the socket of a port, and the holder that hands out this socket from this process.
 
-    The socket comes from a process that has it. If no process answers, this process listens.
-    Raises ConfigError.
+    The socket comes from a process that has it already. If no process answers, this process makes
+    the socket and listens. Raises ConfigError.
     """
     holder = PortHolder(directory, port_name, process)
     others = (path for path in sorted(directory.glob(f"{port_name}-*")) if path != holder.path)
@@ -128,7 +133,7 @@ def take_or_listen(
             sock = take_socket(path)
             break
         except ConfigError as error:
-            log.info("%s", error)  # it has died or is stopped
+            log.info("%s", error)  # the holder has died or is paused
     else:
         sock = listen_on(*address)
     try:
@@ -141,7 +146,7 @@ def take_or_listen(
 
 @contextlib.contextmanager
 def _reachable(path: Path) -> Iterator[str]:
-    """Another name of a path: the address of a Unix socket has 107 bytes at most."""
+    """Yields a short name of a path, because a Unix socket's address has at most 107 bytes."""
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{directory}/{path.name}"

@@ -1,8 +1,9 @@
-"""The keeper of a store: it holds the store's memory, and starts and restarts the store's process.
+"""The keeper of a store: owns the store's memory, and starts and restarts the store's process.
 
-The launcher watches the keeper like any service. The memory is two memfds, which the store's
-process gets as descriptors. If that process dies, the next process recovers the blocks from them
-and listens on the same ports. If the keeper dies, the store's process ends and the memory is freed.
+The launcher watches the keeper like any service. The memory consists of two memfds, whose
+descriptors the store's process gets. If that process dies, the next process recovers the blocks
+from the memfds, and listens on the same ports. If the keeper dies, the store's process ends and the
+memory is freed.
 """
 
 import asyncio
@@ -23,17 +24,20 @@ from kvtransfer.memory import SharedMemory
 
 log = logging.getLogger(__name__)
 
-FIRST_PAUSE_S = 0.1  # before the process is started again
+FIRST_PAUSE_S = 0.1  # pause before the first restart of the process
 MAX_PAUSE_S = 5.0
-STEADY_S = 60.0  # after a run of this length, the pause is the first one again
-MAX_FAILED_STARTS = 20  # in a row; then the keeper ends, and its launcher starts another
+STEADY_S = 60.0  # after a run of this length, the pause is FIRST_PAUSE_S again
+MAX_FAILED_STARTS = 20  # failures in a row; then the keeper ends, and its launcher restarts it
 STOP_TIMEOUT_S = 10.0
 MAX_MESSAGE_BYTES = 2**20
 STOP_WORD = b"stop"
 
 
 class StoreOrder(msgspec.Struct, frozen=True):
-    """The parameters of the store process's start, beside the descriptors of slab and table."""
+    """The parameters of the store process's start.
+
+    The message carries the descriptors of slab and table.
+    """
 
     spec: StoreSpec
     log_node: str
@@ -43,7 +47,7 @@ class StoreOrder(msgspec.Struct, frozen=True):
 
 
 class StoreAnswer(msgspec.Struct, frozen=True):
-    """The store process's answer once it listens."""
+    """The store process's answer to `StoreOrder`, sent once the process listens."""
 
     address: str = ""
     control: str = ""
@@ -52,10 +56,10 @@ class StoreAnswer(msgspec.Struct, frozen=True):
 
 
 class StoreService(LoopService[StoreReady]):
-    """A store from open to close, over any number of restarts of its process."""
+    """Runs a store from `open` to `close`, over any number of restarts of the store's process."""
 
     def __init__(self, spec: StoreSpec, log_node: str = "") -> None:
-        """`log_node` names the folder of this node's log lines."""
+        """`log_node` is the node's name in the path of the log folder."""
         self._spec = spec
         self._log_node = log_node
         self._clock = MonotonicClock()
@@ -66,7 +70,7 @@ class StoreService(LoopService[StoreReady]):
         self._watching: asyncio.Task[None] | None = None
 
     async def open(self) -> StoreReady:
-        """Allocates the memory and starts the process. Raises ConfigError, OSError."""
+        """Allocates the memory, then starts the process. Raises ConfigError, OSError."""
         num_bytes = self._spec.config.memory_mib * 2**20
         self._slab = SharedMemory.make(num_bytes)
         self._table = SharedMemory.make(table_bytes(num_bytes))
@@ -91,7 +95,7 @@ class StoreService(LoopService[StoreReady]):
         self._table.close()
 
     async def _start(self) -> StoreAnswer:
-        """Starts the process and waits until it listens. Raises ConfigError."""
+        """Starts the process and waits until the process listens. Raises ConfigError."""
         self._num_starts += 1
         port, control_port = self._ports
         start = StoreOrder(self._spec, self._log_node, port, control_port, self._num_starts)
@@ -119,7 +123,7 @@ class StoreService(LoopService[StoreReady]):
         return msgspec.json.decode(answer, type=StoreAnswer)
 
     async def _watch(self) -> None:
-        """Restarts the process whenever it ends."""
+        """Restarts the store's process whenever it ends."""
         pause_s, num_failed = FIRST_PAUSE_S, 0
         never = asyncio.get_running_loop().create_future()
         while True:

@@ -1,4 +1,4 @@
-"""Loads the text side of a model with a gateway's settings."""
+"""Loads the text side of a model (tokenizer and chat template) with a gateway's settings."""
 
 from pathlib import Path
 
@@ -21,7 +21,10 @@ def text_model(directory: Path, config: GatewayConfig) -> TextModel:
 
 
 def _template_of(config: GatewayConfig) -> str | None:
-    """The operator's chat template. Raises ConfigError if its file cannot be read."""
+    """Returns the operator's chat template, if one is configured.
+
+    Raises ConfigError if its file cannot be read.
+    """
     template = config.chat_template
     if template is None or is_template(template):
         return template

@@ -27,14 +27,17 @@ log = logging.getLogger(__name__)
 
 
 class WorkerService(LoopService[WorkerReady]):
-    """A worker from open to close. Its close waits for no answers: gateways have ended by then."""
+    """Runs a worker from `open` to `close`.
+
+    `close` waits for no answers, because the gateways have ended before.
+    """
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec
         self._ranks: RankProcesses | None = None
 
     async def open(self) -> WorkerReady:
-        """Loads the model and starts to listen. Raises CheckpointError, ConfigError."""
+        """Loads the model, then starts to listen. Raises CheckpointError, ConfigError."""
         clock = MonotonicClock()
         begin_s = clock.now_s()
         spec = self._spec
@@ -42,7 +45,7 @@ class WorkerService(LoopService[WorkerReady]):
         directory = await asyncio.to_thread(directory_of, spec.model, Parts.ALL)
         runner, pool = await asyncio.to_thread(self._open_runner, directory)
         await asyncio.to_thread(runner.warm_up)
-        await asyncio.to_thread(library)  # so that no pull waits for a compiler
+        await asyncio.to_thread(library)  # compiles the library now, so that no pull waits for it
         identity = WorkerIdentity(
             spec.worker_id,
             spec.role,
@@ -107,7 +110,7 @@ class WorkerService(LoopService[WorkerReady]):
         )
 
     def _open_runner(self, directory: Path) -> tuple["TorchRunner", Pool]:
-        """Opens the runner, and the runners of the other ranks if there are any."""
+        """Opens the runner of rank 0, and the runners of the other ranks if there are any."""
         spec = self._spec
         place = RankPlace(0, spec.config.tp, spec.config.pp, spec.config.ep)
         if place.size == 1:

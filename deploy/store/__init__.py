@@ -1,1 +1,3 @@
-"""The process that keeps KV blocks for a node: its shell, its keeper, and its links to workers."""
+"""The store's process, which keeps KV blocks for a node: its shell, its tiers, and its links to
+workers.
+"""

@@ -1,6 +1,7 @@
-"""A store's side of the controller: the members that it follows, orders, and its reports.
+"""A store's side of the controller's session: receives members and orders, and sends reports.
 
-The controller connects, as to a gateway. Without one, the last members stay in force.
+The controller opens the session, as with a gateway. Without a session, the last members stay in
+force.
 """
 
 import asyncio
@@ -32,7 +33,7 @@ REPORT_EVERY_S = 1.0
 
 
 class StoreControl:
-    """Takes members and orders from controllers and sends them reports."""
+    """Receives members and orders from controllers, and sends reports to them."""
 
     def __init__(  # noqa: PLR0913 - wiring
         self,
@@ -55,7 +56,7 @@ class StoreControl:
         self._server = SessionServer(self._session, secret, host, port=port)
 
     async def open(self) -> str:
-        """Starts to listen and returns the address."""
+        """Starts to listen for controllers. Returns the address."""
         return await self._server.open()
 
     async def close(self) -> None:
@@ -63,7 +64,7 @@ class StoreControl:
         await self._server.close()
 
     def follow(self, members: Members) -> None:
-        """Takes members, unless newer ones are known."""
+        """Applies these members, unless the store knows newer ones."""
         if self.members is None or members.version > self.members.version:
             self.members = members
             self._on_members(members)

@@ -4,11 +4,12 @@
                      completions of the disk
     transfer thread  the endpoint: leases and pulls, as in a worker
 
-A store learns its fingerprint and layout from the first worker that computes prompts. Until then it
-refuses gateways. After that it takes blocks only from workers of the same kind.
+A store learns its fingerprint and layout from the first worker that computes prompts. Until then
+the store refuses gateways. After that the store pulls blocks only from workers with the same
+fingerprint and layout.
 
-After each event the table of the slab is updated first, then effects are performed, then news is
-published. So a slot's header is cleared before anything writes to the slot.
+After each event, first the table of the slab is updated, then effects are performed, then block
+events are published. So a slot's header is cleared before the slot is overwritten.
 """
 
 import asyncio
@@ -95,8 +96,8 @@ from kvtransfer.store.shelf import Shelf
 log = logging.getLogger(__name__)
 
 REPORT_EVERY_S = 1.0
-OPEN_DISK_EVERY_S = 5.0  # after a failure
-SWEEP_EVERY_S = 0.25  # the longest time without a tick
+OPEN_DISK_EVERY_S = 5.0  # interval of attempts to open the disk tier after a failure
+SWEEP_EVERY_S = 0.25  # longest time between two ticks of the machine
 LEAST_SLEEP_S = 1e-3
 TOP_PREFIXES = 20
 MAX_OBJECT_BLOCKS = 4_000_000
@@ -104,7 +105,9 @@ MAX_OBJECT_BLOCKS = 4_000_000
 
 @dataclass(frozen=True, slots=True)
 class StoreResources:
-    """The keeper's resources for a store: memory that outlives it, and its previous ports."""
+    """The resources that the keeper passes to the store's process: memory that outlives the
+    process, and the ports of the previous process.
+    """
 
     slab: SharedMemory
     table: SharedMemory
@@ -115,17 +118,17 @@ class StoreResources:
 
 @dataclass(frozen=True, slots=True)
 class StoreIdentity:
-    """The identity of a store."""
+    """The name, model and settings that identify a store to its peers."""
 
     name: WorkerId
-    version: str  # the model's
+    version: str  # version of the model
     secret: Secret
     host: str = "127.0.0.1"
     transport: Transport = Transport.AUTO
 
 
 class _Running:
-    """The parts that exist once the layout is known."""
+    """The parts of a store that exist once the layout is known."""
 
     def __init__(
         self,
@@ -148,7 +151,7 @@ class _Running:
     def follow_up(
         self, effects: list[StoreEffect], peers: StorePeers, gateways: GatewaySessions
     ) -> None:
-        """Updates the slab's table, then performs effects, then publishes news."""
+        """Updates the slab's table, then performs the effects, then publishes block events."""
         news = self.machine.pop_events()
         for item in news:
             if item.medium != Medium.HOST:
@@ -182,7 +185,7 @@ class _Running:
             gateways.post(gateway_id, encode_frame([each.message for each in emitted]))
 
     def gauges(self) -> dict[str, float]:
-        """Returns the gauges of the process and its tiers."""
+        """Returns the gauges of the process and of the store's tiers."""
         found = process_gauges()
         for medium, tier in self.tiers.items():
             if tier.pace.is_known:
@@ -209,7 +212,10 @@ class _Running:
         )
 
     def report(self, faults: Mapping[Medium, str]) -> StoreReport:
-        """Returns what the machine knows. `faults` say why tiers could not be opened."""
+        """Returns the store's report from the machine's state.
+
+        `faults` has the reasons why tiers could not be opened.
+        """
         machine, holdings = self.machine, self.machine.holdings
         tiers = [
             _tier_report(medium, shelf, holdings.off.get(medium), self.tiers.get(medium))
@@ -230,7 +236,7 @@ class _Running:
 
 
 class StoreHost:
-    """Runs a store from open to close. `on_crash` must end the process."""
+    """Runs a store from `open` to `close`. `on_crash` must end the process."""
 
     def __init__(
         self,
@@ -248,9 +254,9 @@ class StoreHost:
         self._on_crash = on_crash
         self._run: _Running | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._faults: dict[Medium, str] = {}  # why a tier could not be opened
+        self._faults: dict[Medium, str] = {}  # by tier: why it could not be opened
         self._is_closed = False
-        self._is_retired = False  # nothing of its blocks shall be left
+        self._is_retired = False  # True once all its blocks have to be deleted
         self._gateways = GatewaySessions(
             identity.secret,
             identity.host,
@@ -277,13 +283,13 @@ class StoreHost:
         )
 
     async def open(self) -> tuple[str, str]:
-        """Starts to listen; returns the addresses for gateways and for the controller."""
+        """Starts to listen. Returns the addresses for gateways and for the controller."""
         self._loop = asyncio.get_running_loop()
         address = await self._gateways.open()
         return address, await self.control.open()
 
     async def close(self) -> None:
-        """Ends sessions and threads. Memory and files keep their blocks."""
+        """Ends sessions and threads. Memory and disk keep their blocks."""
         self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -306,7 +312,9 @@ class StoreHost:
     # ------------------------------------------------------------ peers
 
     def _follow(self, members: Members) -> None:
-        """Follows the workers of this version on this host, and the version's other stores."""
+        """Opens sessions with the workers of this version on this host, and with the version's
+        other stores.
+        """
         own = self._identity
         host = own.host
         workers = [m.address for m in members.of(own.version) if _host_of(m.address) == host]
@@ -314,7 +322,10 @@ class StoreHost:
         self._peers.follow([*workers, *stores])
 
     def admits(self, info: Welcome) -> bool:
-        """Learns the layout from the first worker that computes prompts; compares others."""
+        """Learns the layout from the first worker that computes prompts.
+
+        Admits other peers only if their blocks are of the same kind.
+        """
         if self._run is None:
             is_model = info.role.prefills or info.is_fluid
             if is_model and info.pulls_unchanged:
@@ -333,7 +344,7 @@ class StoreHost:
         self._handle_now(PeerJoined(info.worker_id, info.role is Role.STORE))
 
     def lost(self, peer_id: WorkerId) -> None:
-        """Removes a peer."""
+        """Stops tracking a peer's blocks."""
         self._handle_now(PeerLost(peer_id))
 
     def news(self, peer_id: WorkerId, events: Collection[BlockEvent]) -> None:
@@ -341,13 +352,13 @@ class StoreHost:
         self._handle_now(PeerNews(peer_id, tuple(events)))
 
     def offered(self, peer_id: WorkerId, message: BlocksOffered) -> None:
-        """Handles a worker's answer."""
+        """Handles a worker's answer to a request for blocks."""
         self._handle_now(FromPeer(peer_id, message))
 
     # ------------------------------------------------------------ the start
 
     def _start(self, info: Welcome) -> None:
-        """Opens memory, endpoint, tiers and machine for this model and layout."""
+        """Opens memory, endpoint, tiers and machine for this fingerprint and layout."""
         own, config, clock = self._identity, self._config, self._clock
         identity = _digest(info)
         block_bytes = info.layout.block_bytes
@@ -415,12 +426,15 @@ class StoreHost:
         self._reporting = self._loop.call_later(REPORT_EVERY_S, self._report)
 
     def _on_opened(self, task: "asyncio.Task[None]") -> None:
-        """Ends the process after a bug."""
+        """Ends the process if the opening failed because of a bug."""
         if not task.cancelled() and (error := task.exception()) is not None:
             self._on_crash(error)
 
     async def _open_disk(self, run: _Running, identity: bytes, block_bytes: int) -> None:
-        """Opens the disk tier in the background, which may take seconds. Retries after failures."""
+        """Opens the disk tier in the background, because this may take seconds.
+
+        Retries after failures.
+        """
         directory = self._config.disk
         if directory is None:
             return
@@ -436,7 +450,7 @@ class StoreHost:
             try:
                 tier, shelf = await asyncio.to_thread(opened)
                 break
-            except BatonError as error:  # the store serves without the disk
+            except BatonError as error:  # the store serves without the disk tier
                 if self._faults.get(Medium.DISK) != str(error):
                     log.error("blocks are not kept on disk for now: %s", error)
                 self._faults[Medium.DISK] = str(error)
@@ -478,14 +492,14 @@ class StoreHost:
     # ------------------------------------------------------------ events and effects
 
     def _handle_now(self, event: StoreEvent) -> None:
-        """Feeds an event, and does what follows. On the event loop."""
+        """Feeds an event to the machine, and follows its effects. Called on the event loop."""
         run = self._run
         if run is None or self._is_closed:
             return
         try:
             effects = run.machine.handle(event, self._clock.now_s())
             run.follow_up(effects, self._peers, self._gateways)
-        except Exception as error:  # a bug: the store's state may be wrong, so it must not continue
+        except Exception as error:  # a bug: the store's state may be wrong, so the process must end
             self._on_crash(error)
             raise
 
@@ -508,7 +522,10 @@ class StoreHost:
         self._handle_now(DropAll())
 
     def _retire(self) -> None:
-        """Hands all space back when the store closes: its version is over."""
+        """Retires the store, because its version is over.
+
+        Objects are deleted now, blocks on disk when the store closes.
+        """
         log.warning("the version is over: its blocks are removed")
         self._is_retired = True
         if self._run is not None and Medium.OBJECT in self._run.tiers:
@@ -523,7 +540,7 @@ class StoreHost:
         return run.welcome(self._identity.name)
 
     def _report(self) -> None:
-        """Sends a load report to all gateways."""
+        """Sends the store's load report to all gateways."""
         run = self._run
         if run is None or self._is_closed:
             return
@@ -573,7 +590,7 @@ def _shelf_of(
     *,
     max_slots: int | None = None,
 ) -> Shelf:
-    """Returns a shelf with the blocks in `found`. It may grow to `max_slots`."""
+    """Returns a shelf that has the blocks in `found`. The shelf may grow to `max_slots` slots."""
     shelf = Shelf(num_slots, _eviction(config, max_slots or num_slots))
     if found is not None and len(found):
         slots = cast("dict[BlockHash, BlockId]", found.slot_by_hash())
@@ -583,18 +600,18 @@ def _shelf_of(
 
 
 def _remove_disk(directory: Path, info: Welcome) -> None:
-    """Removes the blocks of a removed version."""
+    """Removes this store's blocks on disk, because its version was removed."""
     folder = identity_directory(directory, _digest(info))
     try:
         remove_directory(folder)
-    except BatonError as error:  # another version has the same blocks, or the disk is gone
+    except BatonError as error:  # another version uses the same blocks, or the disk has failed
         log.warning("%s is not removed: %s", folder, error)
 
 
 def _tier_report(
     medium: Medium, shelf: Shelf, fault: str | None, tier: LowerTier | None
 ) -> TierReport:
-    """Returns how full a tier is, of the most that it may hold, or that a full disk allows."""
+    """Returns a tier's report: its used blocks, and its maximum, which a full disk may reduce."""
     shortage = None if tier is None else tier.shortage()
     most = 0 if tier is None or shortage is not None else tier.most_blocks
     return TierReport(medium, len(shelf), max(shelf.num_slots, most), fault, shortage)
@@ -609,7 +626,7 @@ def _eviction(config: StoreConfig, num_slots: int) -> Eviction:
 
 
 def _raw_fingerprint(info: Welcome) -> str:
-    """Returns the fingerprint that workers compare: without the format on the wire."""
+    """Returns the fingerprint without the wire format, as workers compare it."""
     wire = info.kv_wire_dtype
     return info.fingerprint if wire is None else info.fingerprint.removesuffix(f"-wire_{wire}")
 
@@ -619,7 +636,7 @@ def _kind_of(info: Welcome) -> tuple[object, ...]:
 
 
 def _digest(info: Welcome) -> bytes:
-    """Returns 16 bytes that differ for blocks of another model or layout."""
+    """Returns 16 bytes that differ between models and between layouts."""
     layout = msgspec.msgpack.encode(info.layout)
     return blake2b(info.fingerprint.encode() + b"\0" + layout, digest_size=16).digest()
 

@@ -1,7 +1,8 @@
-"""The process of a store: `python -m deploy.store.main FD`. FD is its end of its keeper's socket.
+"""The process of a store: `python -m deploy.store.main FD`. FD is this end of the keeper's socket
+pair.
 
-The start comes as one message with the descriptors of the slab and of the table. The process runs
-until the socket ends or brings the word to stop.
+The keeper sends one message with the parameters of the start and the descriptors of slab and table.
+The process runs until the keeper closes the socket or sends the word to stop.
 """
 
 import os
@@ -24,11 +25,11 @@ from engine.native.library import library
 from engine.net.trust import Secret
 from kvtransfer.memory import SharedMemory
 
-NICENESS = 5  # taking blocks gives way to workers on a machine that is short of cores
+NICENESS = 5  # if cores are scarce, workers come before the pulls of a store
 
 
 class _StoreProcess(LoopService[StoreAnswer]):
-    """The host of a store, on an event loop."""
+    """Runs the host of a store on an event loop."""
 
     def __init__(self, start: StoreOrder, place: StoreResources) -> None:
         spec = start.spec
@@ -55,7 +56,7 @@ class _StoreProcess(LoopService[StoreAnswer]):
 
 
 def main() -> int:
-    """Runs until the keeper's socket ends."""
+    """Runs until the keeper closes its socket or asks this process to stop."""
     keeper = socket.socket(fileno=int(sys.argv[1]))
     message, descriptors, _, _ = socket.recv_fds(keeper, MAX_MESSAGE_BYTES, 2)
     if not message:
@@ -77,7 +78,7 @@ def main() -> int:
         return 1
     freeze_heap()
     keeper.send(msgspec.json.encode(started))
-    keeper.recv(MAX_MESSAGE_BYTES)  # the word to stop, or the keeper's end
+    keeper.recv(MAX_MESSAGE_BYTES)  # returns at the word to stop, or at the keeper's end
     thread.close()
     return 0
 

@@ -1,7 +1,7 @@
-"""A store's sessions with the workers that it takes blocks from, and with other stores.
+"""A store's sessions with the workers from which it pulls blocks, and with other stores.
 
-To a worker a store looks like a gateway that asks for blocks. Each session brings the worker's
-block events and its answers. A link dials until it is cancelled.
+To a worker, a store looks like a gateway that requests blocks. By each session the store receives
+the worker's block events and answers. A link redials until it is cancelled.
 """
 
 import asyncio
@@ -42,41 +42,41 @@ _LINK_ERRORS = (ConnectionError, TimeoutError, ProtocolError, OSError)
 
 
 class PeerListener(Protocol):
-    """Handles the events of a store's peers. Every method is called on the event loop."""
+    """Handles the events of a store's sessions. Every method is called on the event loop."""
 
     def admits(self, info: Welcome) -> bool:
-        """Returns True if this peer's blocks are of use here. Called at each handshake."""
+        """Returns True if this store can use the peer's blocks. Called at each handshake."""
         ...
 
     def joined(self, info: Welcome) -> None:
-        """Called when a session has begun."""
+        """Called at the start of a session."""
         ...
 
     def lost(self, peer_id: WorkerId) -> None:
-        """Called when a session has ended."""
+        """Called at the end of a session."""
         ...
 
     def news(self, peer_id: WorkerId, events: Collection[BlockEvent]) -> None:
-        """Called with block events, in order."""
+        """Called with the peer's block events, in order."""
         ...
 
     def offered(self, peer_id: WorkerId, message: BlocksOffered) -> None:
-        """Called with a worker's answer."""
+        """Called with a worker's answer to a request for blocks."""
         ...
 
 
 class StorePeers:
-    """One link for each address."""
+    """The store's links: one for each address of a peer."""
 
     def __init__(
         self, name: GatewayId, *, secret: Secret, clock: Clock, listener: PeerListener
     ) -> None:
-        """`name` is what workers know this store by; it is new at each start."""
+        """`name` is the name of this store in messages to workers. It is new at each start."""
         self._name = name
         self._secret = secret
         self._clock = clock
         self._listener = listener
-        self._tasks: dict[str, asyncio.Task[None]] = {}  # by address
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # by address: the task of its link
         self._clients: dict[WorkerId, SessionClient] = {}
         self._zmq: zmq.Context[zmq.Socket[bytes]] | None = None
 
@@ -86,7 +86,7 @@ class StorePeers:
         return len(self._clients)
 
     def follow(self, addresses: Collection[str]) -> None:
-        """Replaces the peers."""
+        """Replaces the set of peers: opens and closes links."""
         if self._zmq is None:
             self._zmq = zmq.Context()
             self._zmq.set(zmq.MAX_SOCKETS, self._zmq.get(zmq.SOCKET_LIMIT))
@@ -96,7 +96,10 @@ class StorePeers:
             self._tasks[address] = asyncio.create_task(self._keep_linked(address))
 
     def ask(self, peer_id: WorkerId, message: OfferBlocks | Cancel) -> None:
-        """Sends a message. Without a session it is dropped: its answer has a deadline."""
+        """Sends a message to a peer.
+
+        Without a session the message is dropped; the wait for its answer has a deadline.
+        """
         client = self._clients.get(peer_id)
         if client is None:
             return

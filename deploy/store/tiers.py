@@ -1,7 +1,7 @@
-"""The lower tiers of a store as its machine sees them: loads and writes become events.
+"""The lower tiers of a store. They carry out loads and writes, and report their ends as events.
 
-Each tier has a queue of its own, loads before writes, and says how long loads take. `DiskShelf` and
-`ObjectShelf` are the shells around `kvtransfer.store.disk` and `kvtransfer.store.objects`.
+Each tier has a queue, in which loads precede writes, and measures how long loads take. `DiskShelf`
+is the shell around `kvtransfer.store.disk`, and `ObjectShelf` around `kvtransfer.store.objects`.
 """
 
 import asyncio
@@ -36,13 +36,13 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CLOSE_TIMEOUT_S = 5.0
-LOOK_EVERY_S = 1.0  # for a tier that has stepped back or works again
-REFRESH_EVERY_S = 300.0  # list the objects again: other stores write too
-SEGMENT_WAIT_S = 2.0  # for more blocks, before a segment that is not full is written
+LOOK_EVERY_S = 1.0  # interval at which tiers check if they have failed or work again
+REFRESH_EVERY_S = 300.0  # interval of listing the objects, since other stores write too
+SEGMENT_WAIT_S = 2.0  # longest wait for more blocks until an incomplete segment is written
 
 
 class LoadPace:
-    """The times of loads, as means in which older loads weigh less."""
+    """The duration of loads, as means in which older loads have less weight."""
 
     def __init__(self) -> None:
         self._begun_s: float | None = None
@@ -78,30 +78,30 @@ class LowerTier(Protocol):
 
     medium: Medium
     pace: LoadPace
-    most_blocks: int = 0  # the limit of its growth; 0: it cannot grow
+    most_blocks: int = 0  # maximum number of blocks after growth; 0: the tier cannot grow
 
     def load(self, effect: LoadBlock) -> None:
-        """Begins a load, now or when there is room."""
+        """Queues a load, which starts once the tier has room for a request."""
         ...
 
     def write(self, effect: WriteBlock) -> None:
-        """Begins a write, now or when there is room."""
+        """Queues a write, which starts once the tier has room for a request."""
         ...
 
     def erase(self, effect: EraseBlock) -> None:
-        """Forgets a block."""
+        """Removes a block from the tier."""
         ...
 
     def counters(self) -> Mapping[str, float]:
-        """Counts since the start, by name or by name:reason."""
+        """Returns the counters since the start, by "name" or "name:reason"."""
         ...
 
     def shortage(self) -> str | None:
-        """Returns why the tier holds less than configured, or None."""
+        """Returns the reason why the tier's capacity is less than configured, or None."""
         return None
 
     def erase_all(self) -> None:
-        """Forgets all blocks."""
+        """Removes all blocks from the tier."""
         ...
 
     async def close(self) -> None:
@@ -110,7 +110,7 @@ class LowerTier(Protocol):
 
 
 class DiskShelf(LowerTier):
-    """Blocks on a local disk."""
+    """The tier of blocks on a local disk."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class DiskShelf(LowerTier):
         clock: Clock,
         on_event: Callable[[StoreEvent], None],
     ) -> None:
-        """`memory` are the slots of memory. The tier is open."""
+        """`memory` has the slots of the memory tier. `tier` must be open."""
         self.medium = Medium.DISK
         self.most_blocks = tier.max_slots
         self.pace = LoadPace()
@@ -130,37 +130,40 @@ class DiskShelf(LowerTier):
         self._on_event = on_event
         self._loads: deque[LoadBlock] = deque()
         self._writes: deque[WriteBlock] = deque()
-        # By the identity of the request, which is kept alive here.
+        # By `id` of the request. The value keeps the request alive, so its id is not reused.
         self._under_way: dict[int, tuple[DiskRead | DiskWrite, LoadBlock | WriteBlock]] = {}
         self._num_loads = 0
         self._is_off = False
-        self._num_slots = tier.num_slots  # as the machine knows
+        self._num_slots = tier.num_slots  # number of slots that the machine knows
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(tier.fd, self._poll)
         self._timer = self._loop.call_later(LOOK_EVERY_S, self._check)
 
     def load(self, effect: LoadBlock) -> None:
-        """Begins a load, now or when there is room."""
+        """Queues a load, which starts once the tier has room for a request."""
         self.pace.begin(self._clock.now_s())
         self._num_loads += 1
         self._loads.append(effect)
         self._submit()
 
     def write(self, effect: WriteBlock) -> None:
-        """Begins a write, now or when there is room."""
+        """Queues a write, which starts once the tier has room for a request."""
         self._writes.append(effect)
         self._submit()
 
     def erase(self, effect: EraseBlock) -> None:
-        """Forgets a block."""
+        """Removes a block from the tier."""
         self._tier.remove(effect.place, self._clock.now_s())
 
     def counters(self) -> Mapping[str, float]:
-        """Counts since the start."""
+        """Returns the counters since the start, by name."""
         return self._tier.counters
 
     def shortage(self) -> str | None:
-        """Returns how much can be used, and why no more; None if all can be used."""
+        """Returns a sentence with the usable size and the reason for it.
+
+        None if the whole size is usable.
+        """
         tier, block_bytes = self._tier, self._memory.shape[1]
         if tier.shortage is None:
             return None
@@ -168,7 +171,7 @@ class DiskShelf(LowerTier):
         return f"only {there:,.0f} of {wanted:,.0f} MiB can be used: {tier.shortage}"
 
     def erase_all(self) -> None:
-        """Forgets all blocks, once requests under way have ended."""
+        """Removes all blocks, once the running requests have ended."""
         self._tier.clear()
 
     async def close(self) -> None:
@@ -213,7 +216,7 @@ class DiskShelf(LowerTier):
             self._on_event(BlockWritten(self.medium, effect.block, done.reason))
 
     def _check(self) -> None:
-        """Lets time pass in the tier, which may try again."""
+        """Polls the tier regularly, so that a failed tier may try again."""
         self._timer = self._loop.call_later(LOOK_EVERY_S, self._check)
         self._poll()
 
@@ -227,7 +230,10 @@ class DiskShelf(LowerTier):
 
 
 class ObjectShelf(LowerTier):
-    """Blocks in an object store. Writes gather until they fill a segment, or wait for a moment."""
+    """The tier of blocks in an object store.
+
+    Writes are collected until they fill a segment, or until SEGMENT_WAIT_S has passed.
+    """
 
     def __init__(
         self,
@@ -257,7 +263,10 @@ class ObjectShelf(LowerTier):
         self._when_done(tier.open(), self._tell_all)
 
     def load(self, effect: LoadBlock) -> None:
-        """Loads with all others that are asked for in this turn of the loop."""
+        """Queues a load.
+
+        All loads that are queued in one iteration of the event loop start together.
+        """
         self.pace.begin(self._clock.now_s())
         self._num_loads += 1
         self._loads.append(effect)
@@ -265,7 +274,7 @@ class ObjectShelf(LowerTier):
             self._flush = self._loop.call_soon(self._get)
 
     def write(self, effect: WriteBlock) -> None:
-        """Writes once a segment is full, or after a moment."""
+        """Queues a write. The write starts once a segment is full, or after SEGMENT_WAIT_S."""
         self._writes.append(effect)
         if len(self._writes) >= SEGMENT_BLOCKS:
             self._put()
@@ -273,18 +282,18 @@ class ObjectShelf(LowerTier):
             self._gather = self._loop.call_later(SEGMENT_WAIT_S, self._put)
 
     def erase(self, effect: EraseBlock) -> None:
-        """Does nothing: segments are deleted whole, the oldest first."""
+        """Does nothing, because only whole segments are deleted, oldest first."""
 
     def counters(self) -> Mapping[str, float]:
-        """Counts since the start."""
+        """Returns the counters since the start, by name."""
         return {**self._tier.counters(), "bytes": self._tier.num_bytes}
 
     def erase_all(self) -> None:
-        """Deletes all objects of this identity, of all stores."""
+        """Deletes all objects of this store identity, including objects that other stores wrote."""
         self._tier.drop()
 
     async def close(self) -> None:
-        """Ends all calls as failed."""
+        """Ends all running calls. They count as failed."""
         self._is_closed = True
         self._timer.cancel()
         await asyncio.to_thread(self._tier.close)
@@ -343,6 +352,8 @@ class ObjectShelf(LowerTier):
             self._when_done(self._tier.refresh(), self._tell_all)
 
     def _tell_all(self) -> None:
-        """Reports all listed blocks, since other stores write and delete too."""
+        """Reports all listed blocks to the machine, because other stores write and delete blocks
+        too.
+        """
         links = [(entry.block_hash, entry.parent) for entry in self._tier.hashes()]
         self._on_event(TierListed(self.medium, links))
