@@ -330,7 +330,7 @@ async def test_each_request_is_a_line_of_the_access_log(lines):
 
 
 def sorted_as_told(lines):
-    """Sorts the access log lines of two streams, whose order varies: the refused request first."""
+    """Sorts the two access log lines of a stream, whose order varies: the refused request first."""
     first, *two, third, fourth, fifth = lines
     return first, *sorted(two, key=lambda line: -line["status"]), third, fourth, fifth
 

@@ -350,7 +350,7 @@ class Connection:
         assert not self.reply.is_complete
         self.reply.messages.append(dict(message))
         if self.reply.is_complete:
-            self.leave()  # servers cancel here too
+            self.leave()  # servers also send a disconnect here
 
 
 async def fetch(

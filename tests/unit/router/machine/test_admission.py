@@ -180,7 +180,7 @@ class Late(Admission):
 
 
 TTFT_S, TPOT_S = 5.0, 0.030
-# a prompt takes two seconds; with ten sequences, a decode worker keeps its TPOT at 7 requests/s
+# a prompt takes two seconds; ten sequences per decode worker keep the TPOT: 7 requests/s
 SLOW = HardwareProfile(
     name="slow",
     source="made up",

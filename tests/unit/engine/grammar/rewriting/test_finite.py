@@ -50,7 +50,7 @@ def test_satisfiable_parts_stay(definition):
     [
         ({"$defs": {"n": SELF}, **SELF}, True),
         ({"$defs": {"n": SELF}, "properties": {"a": SELF}}, False),
-        ({"$ref": "#/$defs/none"}, False),  # a broken reference is another error, and is kept
+        ({"$ref": "#/$defs/none"}, False),  # a broken reference is an error of another kind
     ],
 )
 def test_a_schema_is_endless_if_no_finite_value_satisfies_all_of_it(schema, endless):

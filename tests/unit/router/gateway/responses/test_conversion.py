@@ -170,7 +170,7 @@ def test_hints_for_other_servers_are_passed_over():
     [
         ({"type": "custom", "name": "patch"}, "agents__patch"),
         ({"type": "function", "name": "f", "namespace": "agents"}, "agents__f"),
-        ({"type": "function", "name": "x"}, "x"),  # refused with the error of the chat body
+        ({"type": "function", "name": "x"}, "x"),  # refused later, when the chat body is checked
     ],
 )
 def test_a_tool_is_chosen_by_the_clients_name(choice, name):

@@ -238,7 +238,7 @@ def test_a_first_prompt_after_a_restart_comes_from_the_store(num_tokens, is_pull
     driver.ask(prompt=LONG)
     assert (driver.decision().pulled_from == "s0") is is_pulled
     [claim] = driver.machine.view.workers[workers.split()[0]].prefills.values()
-    assert claim.seconds == 0.0  # unknown, because a partial measurement proves nothing
+    assert claim.seconds == 0.0  # the time is unknown, because no cost has been measured
 
 
 @pytest.mark.parametrize(("in_memory", "medium"), [(0, DISK), (32, DISK), (64, Medium.HOST)])

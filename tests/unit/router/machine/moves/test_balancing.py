@@ -212,7 +212,7 @@ def test_a_prefill_worker_without_prompts_takes_a_sequence_soon():
     fluid = Fluid()
     began_s = fluid.now_s
     assert fluid.copied() == [("d0", "a.1.copy")]
-    # a token takes 0.11 s on d0, and a worker must be idle for 16 token times at least
+    # the idle time of p1 must cover 16 tokens of 0.11 s each
     assert 1.8 < fluid.now_s - began_s < 10
     assert fluid.counted("lend", "begun") == 1
 
