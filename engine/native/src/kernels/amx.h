@@ -1,8 +1,8 @@
-// Products with AMX: 16 rows by 16 columns by 64 bytes of inputs in one instruction.
+// Products with AMX: one instruction multiplies 16 rows by 16 columns, over 64 bytes of inputs.
 //
-// Sums of byte products are exact, so their bits are those of any other way to add them. Sums of bf16
-// products are fp32 with AMX's own rounding, so a matrix is packed either for AMX or for other
-// instructions. Linux lends the tile registers to a process that asks for them.
+// Sums of byte products are exact, so their bits do not depend on the order of additions. Sums of
+// bf16 products are fp32 with AMX's own rounding, so a matrix is packed either for AMX or for other
+// instructions. Linux gives a process the tile registers on request.
 #pragma once
 
 #include <type_traits>
@@ -20,15 +20,15 @@
 
 namespace baton {
 
-constexpr int kAmxRows = 16;    // of one register
+constexpr int kAmxRows = 16;    // rows of one register
 constexpr int kAmxInputs = 64;  // bytes of a register's row
 constexpr int kAmxBlock = 2 * kAmxRows;
 
-// A float is the sum of three numbers of bf16, exactly unless it is next to nothing. So products of
-// floats with weights of bf16 are three products of bf16 each. The parts are rows of their own, and
-// are added at the end.
+// A float is exactly the sum of three bf16 numbers, unless it is almost zero. So a product of
+// floats with bf16 weights becomes three bf16 products. Each part of a row is a row of its own. The
+// products of the parts are added at the end.
 constexpr int kParts = 3;
-constexpr int kFloatRows = kAmxRows / kParts;  // rows of floats in a register
+constexpr int kFloatRows = kAmxRows / kParts;  // rows of floats in one register
 constexpr int kFloatBlock = 2 * kFloatRows;
 
 #if BATON_AMX
@@ -37,11 +37,11 @@ inline bool request_amx() {
   constexpr long kRequestPermission = 0x1023, kTileData = 18;
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
-// Hidden: else all libraries of a process would share them.
+// Hidden, because otherwise all libraries of a process would share this variable.
 [[gnu::visibility("hidden")]] inline const bool amx_is_lent = request_amx();
 [[gnu::visibility("hidden")]] inline bool amx_is_used = amx_is_lent;
 
-// While one exists, the thread's eight registers are tiles of 16 rows of 64 bytes.
+// While an object exists, the eight registers of this thread are tiles of 16 rows of 64 bytes.
 class AmxTiles {
  public:
   explicit AmxTiles(bool wanted) : wanted_(wanted) {
@@ -62,14 +62,14 @@ class AmxTiles {
   bool wanted_;
 };
 
-// A constant, since gcc drops stores that only _tile_loadconfig reads.
+// A constant, because gcc drops stores that only _tile_loadconfig reads.
 inline constexpr AmxTiles::Config AmxTiles::kConfig;
 
-// Multiplies a by a panel of 32 columns. a is [16 rows][64 bytes] for each 64 of `row_bytes`, and so
-// again for the next 16 rows. Bytes: the panel is [inputs / 4][32][4], sums are int32_t. bf16:
-// [inputs / 2][32][2], and sums are float. The sums [16 kRowTiles, 32] stay in registers. A panel that
-// is read `once` leaves a in the L1 cache. Calls meanwhile(i) after the i-th 64 bytes, for work that
-// other units of the processor do while AMX multiplies.
+// Multiplies a by a panel of 32 columns. a is [16 rows][64 bytes] for each 64 of `row_bytes`,
+// repeated for each further 16 rows. Bytes: the panel is [inputs / 4][32][4], sums are int32_t.
+// bf16: the panel is [inputs / 2][32][2], sums are float. The sums [16 kRowTiles, 32] stay in
+// registers. If a panel is read `once`, a stays in the L1 cache. Calls meanwhile(i) after the i-th
+// 64 bytes, for work of other units of the processor while AMX multiplies.
 template <int kRowTiles, bool kFloat, class Meanwhile>
 BATON_INLINE void amx_multiply(const uint8_t* a, const uint8_t* panel, int row_bytes, bool once,
                                Meanwhile meanwhile) {
@@ -115,7 +115,7 @@ BATON_INLINE void amx_multiply(const uint8_t* a, const uint8_t* panel, int row_b
   }
 }
 
-// Writes the sums.
+// Writes the sums from the registers to memory.
 template <int kRowTiles, class Sum>
 BATON_INLINE void amx_store(Sum* sums) {
   _tile_stored(0, sums, 128);
@@ -126,8 +126,8 @@ BATON_INLINE void amx_store(Sum* sums) {
   }
 }
 
-// Multiplies 16 rows of 64 bytes by two panels, 64 bytes each. Their sums stay in registers, one after
-// the other.
+// Multiplies 16 rows of 64 bytes by two panels of 64 bytes each. The panels' sums stay in
+// registers, one after the other.
 BATON_INLINE void amx_multiply_by_two(const uint8_t* a, const uint8_t* first,
                                       const uint8_t* second) {
   asm volatile("" ::: "memory");
@@ -146,7 +146,8 @@ BATON_INLINE void amx_multiply_by_two(const uint8_t* a, const uint8_t* first,
   _tile_dpbusd(3, 4, 7);
 }
 
-// Writes sixteen floats as three rows of bf16 whose sum they are: to, to + 64, to + 128.
+// Writes sixteen floats as three rows of bf16 numbers, which add up to the floats: to, to + 64, to
+// + 128.
 inline void put_parts(const float* x, uint8_t* to) {
   Vec rest = load(x);
   for (int part = 0; part < kParts; ++part, to += kAmxInputs) {

@@ -1,4 +1,4 @@
-// Attention over KV of BATON_KV_FORMAT. Each format is compiled by itself.
+// Attention over KV of the format BATON_KV_FORMAT. This file is compiled once for each format.
 #include "attention.h"
 
 extern "C" void baton_attention(baton::Attention& attention, int index, const baton::Batch& batch,

@@ -1,11 +1,12 @@
 // Attention of a ragged batch over paged KV.
 //
 // A task is a KV head and a few tokens of one row. The queries of all query heads that share the KV
-// head form the rows of a small matrix product. A task walks the context in tiles of kTile tokens
-// with a running softmax (Milakov and Gimelshein, 2018; FlashAttention, Dao et al., 2022). Partitions
-// of kPartition tokens each start anew, and are joined in order. Tiles and partitions begin at fixed
-// positions of the sequence. So the bits of a query's result depend on its own context alone: not on
-// other rows, the number of queries, the thread, or a split of the context among threads.
+// head are the rows of a small matrix product. A task reads the context in tiles of kTile tokens
+// with a running softmax (Milakov and Gimelshein, 2018; FlashAttention, Dao et al., 2022). The
+// softmax starts anew in each partition of kPartition tokens; partitions are joined in order. Tiles
+// and partitions begin at fixed positions of the sequence. So the bits of a query's result depend
+// only on its own context: not on other rows, the number of queries, the thread, or the way in
+// which threads share a context.
 #pragma once
 
 #include <limits>
@@ -17,11 +18,11 @@ namespace baton {
 
 constexpr int kTile = 32;         // tokens; a multiple of kPanel
 constexpr int kPartition = 1024;  // tokens; a multiple of kTile
-constexpr int kTaskQueries = 96;  // query vectors of one task, at least one token's
-constexpr int kTilesAhead = 6;    // that few queries request
+constexpr int kTaskQueries = 96;  // query vectors of one task; at least those of one token
+constexpr int kTilesAhead = 6;    // tiles that are prefetched if a task has few queries
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
-// The positions of a tile's tokens, to be compared with the ones that a query sees.
+// The positions of a tile's tokens, to be compared with the positions that a query attends to.
 struct TilePlaces {
   alignas(64) float places[kTile] = {};
   constexpr TilePlaces() {
@@ -56,7 +57,7 @@ struct Task {
 
 inline int padded_head(int head_dim) { return (head_dim + kPanel - 1) / kPanel * kPanel; }
 
-// The running softmax of a task's queries: sums [queries, padded head], peaks and totals.
+// The running softmax of a task's queries: sums [queries, padded head], maxima and totals.
 struct Partial {
   float* sums;
   float* peaks;
@@ -70,20 +71,21 @@ struct Partial {
   }
 };
 
-// The places of a tile's tokens.
+// The places of a tile's tokens in the record.
 struct Places {
   uint8_t* elements[kTile];
   uint8_t* scales[kTile];
 
   Place operator[](int t) const { return {elements[t], scales[t]}; }
-  // Prefetches a line of a token of the next tile. Lines are prefetched one by one, because heads of
-  // a block are far apart: the processor cannot guess the next one, and waits for few lines at a time.
+  // Prefetches one cache line of a token of the next tile. Lines are prefetched one by one, because
+  // the heads of a block are far apart. The processor cannot guess the next line, and waits for few
+  // lines at a time.
   BATON_INLINE void request(int t, int byte) const {
     _mm_prefetch(reinterpret_cast<const char*>(elements[t]) + byte, _MM_HINT_T0);
   }
 };
 
-// V of a tile as tile_float reads it; prefetches the next tile's meanwhile.
+// V of a tile, in the form that tile_float reads. Prefetches V of the next tile meanwhile.
 template <int32_t format>
 struct LoadTokens {
   const Places* places;
@@ -97,8 +99,8 @@ struct LoadTokens {
   }
 };
 
-// For queries that are weighed together: the numbers that are subtracted from their scores, and the
-// factors of their sums so far (at first the exponents of these factors).
+// For queries that are computed together: the numbers that are subtracted from their scores, and
+// the factors of their sums so far (at first the exponents of these factors).
 struct Peaks {
   alignas(64) float origins[kLanes] = {}, fades[kLanes] = {};
 };
@@ -109,7 +111,7 @@ struct WholeScratch {
   bool many;           // many queries: AMX multiplies, see ManyScratch
   const Task* next;    // the next task, whose first tokens are prefetched at the end; or null
   uint8_t* queries;    // blocks of queries as pack_whole writes them, or few as pack_query does
-  float* query_steps;  // the value of one unit in each query's numbers
+  float* query_steps;  // the unit of each query's numbers
   int32_t query_offsets[kWholeRows];  // of few queries: see few_scores
   int8_t* keys;                       // [kTile / kPanel][cols / 4][kPanel][4]
   int8_t* values;                     // [padded / kPanel][kTile / 4][kPanel][4]
@@ -119,7 +121,7 @@ struct WholeScratch {
 // A thread's working memory for int8 KV and many queries.
 struct ManyScratch {
   SixteenQueries* sixteens;
-  uint8_t* queries;  // panels, one for each sixteen
+  uint8_t* queries;  // panels, one for each sixteen queries
   uint8_t* keys;     // [2][cols / 64][16][64], as amx_multiply reads them
   int8_t* values;    // [padded / kPanel][3][kTile / 4][kPanel][4], of which the middle one is V
   float* scores;     // [kTile][16]
@@ -129,7 +131,7 @@ struct ManyScratch {
 
 class Attention {
  public:
-  // `group`: query heads that share a KV head.
+  // `group`: number of query heads per KV head.
   Attention(const Cache& cache, int group)
       : cache_(cache), group_(group), padded_(padded_head(cache.head_dim)),
         tokens_per_task_(std::max(1, kTaskQueries / group)),
@@ -139,7 +141,7 @@ class Attention {
         whole_cols_(round_up(cache.head_dim, BATON_AMX ? kAmxInputs : 4)),
         nothing_(cache.token_bytes + kGroupBytes) {}
 
-  // Plans the tasks of a batch for `num_threads` threads. With few rows, long contexts are split.
+  // Plans the tasks of a batch for `threads` threads. Splits long contexts if there are few rows.
   void plan(const Batch& batch, int threads) {
     tasks_.clear();
     num_parts_ = 0;
@@ -193,7 +195,7 @@ class Attention {
     const AmxTiles registers(whole.many);
     whole.few = are_few_ && queries <= kWholeRows;
     if (is_whole_ && !whole.many) rest = begin_whole(q, queries, rest, whole);
-    const size_t next = index + threads_;  // which this thread is likely to compute next
+    const size_t next = index + threads_;  // the task that this thread is likely to compute next
     whole.next = next < tasks_.size() ? &tasks_[next] : nullptr;
     if (task.partition >= 0) {
       Partial own = part(task.part, queries);
@@ -218,7 +220,7 @@ class Attention {
     finish(batch, task, total, out, out_stride);
   }
 
-  // Joins the parts of split tasks and writes their results, for one thread's share of the tasks.
+  // Joins the parts of split tasks and writes the results, for one thread's share of the tasks.
   void join(const Batch& batch, int thread, int threads, float* out, size_t out_stride,
             float* scratch) {
     int seen = 0;
@@ -252,11 +254,11 @@ class Attention {
     return Partial(parts_.data() + index * part_floats(), queries, padded_);
   }
 
-  // One beyond the position of the task's last query.
+  // The position of the task's last query, plus one.
   static int end_of(const Batch& batch, const Task& task) {
     return batch.context_lens[task.row] - queries(batch, task.row) + task.first + task.count;
   }
-  // The first position that one of its queries sees.
+  // The first position that any query of the task attends to.
   static int oldest_of(const Batch& batch, const Task& task, const Scoring& scoring) {
     if (scoring.window == 0) return 0;
     return std::max(0, end_of(batch, task) - task.count + 1 - scoring.window);
@@ -268,7 +270,7 @@ class Attention {
     std::fill_n(p.totals, queries, 0.0f);
   }
 
-  // Query vectors of the task, [token, head of the group] as rows, padded with zeros.
+  // Loads the task's query vectors, [token, head of the group] as rows, padded with zeros.
   void load_queries(const Batch& batch, const Task& task, const float* query, size_t stride,
                     float* q) const {
     const int n = cache_.head_dim;
@@ -371,7 +373,7 @@ class Attention {
 
 #if BATON_AVX512
 
-  // Sixteen tokens of one block, of which some may be missing.
+  // Sixteen tokens of one block; some of them may be missing.
   struct Sixteen {
     const uint8_t *keys, *values, *key_scales, *value_scales;
     __mmask16 present;
@@ -387,18 +389,18 @@ class Attention {
     }
   };
 
-  // A tile of R queries between the steps of walk_few.
+  // The scores and factors of R queries for one tile, between the steps of walk_few.
   template <int R>
   struct FewTile {
     alignas(64) float scores[R * kTile], key_scales[kTile], value_scales[kTile];
     alignas(64) uint8_t weights[2 * R * kTile];
     float steps[R];
     Peaks peaks;
-    int groups;  // of sixteen tokens, of which some are present
+    int groups;  // number of groups of sixteen tokens with any token present
     const uint8_t *values[kTile / kLanes], *later_values[kTile / kLanes];
   };
 
-  // Does the same for R queries and int8 KV. The bits are those of the path for many queries.
+  // Computes a task of R queries over int8 KV. The bits equal those of the code for many queries.
   template <int R>
   void walk_few(const Batch& batch, const Task& task, int layer, const Scoring& scoring, int end,
                 int oldest, int partition, Partial& p, const WholeScratch& whole) const {
@@ -418,7 +420,7 @@ class Attention {
                      static_cast<__mmask16>((1u << present) - 1)};
     };
     const int ahead = std::min(kTilesAhead * kTile, round_up(end - begin, kTile));
-    // Finds later tokens of this task, else of the next one.
+    // Finds later tokens of this task, or the first tokens of the next task.
     const auto find_later = [&](int first) {
       if (first < end || whole.next == nullptr) return find(task, first, end);
       const Task& next = *whole.next;
@@ -437,7 +439,7 @@ class Attention {
         store(of.value_scales + g * kLanes, _mm512_maskz_loadu_ps(now.present, now.value_scales));
         _mm_prefetch(reinterpret_cast<const char*>(later.key_scales), _MM_HINT_T1);
         _mm_prefetch(reinterpret_cast<const char*>(later.value_scales), _MM_HINT_T1);
-        if (g >= of.groups) {  // all hidden
+        if (g >= of.groups) {  // no token is visible
           if (later.present) later.request_all(n);
           for (int r = 0; r < R; ++r) store(of.scores + r * kTile + g * kLanes, zeros());
           continue;
@@ -465,7 +467,8 @@ class Attention {
       }
     };
     if (begin >= stop) return;  // the window begins after this partition
-    // The next tile's scores are computed while this tile's weights depend on one another.
+    // Computes the next tile's scores during the computation of this tile's weights, whose steps
+    // depend on one another.
     score(begin, tiles[0]);
     weigh_tile(tiles[0]);
     for (int tile = begin, i = 0; tile < stop; tile += kTile, i ^= 1) {
@@ -482,8 +485,8 @@ class Attention {
 
 #endif
 
-  // Scales the scores [R, kTile] of queries i … i + R - 1, hides scores that they do not see, and
-  // raises the peaks. `position`: of the task's first query.
+  // Scales the scores [R, kTile] of queries i … i + R - 1, hides the scores of tokens that a query
+  // does not attend to, and raises the maxima. `position`: position of the task's first query.
   template <bool kScaled, int R>
   [[gnu::noinline]] void find_peaks(const Scoring& scoring, int position, int tile,
                                     const float* key_scales, float* scores, Partial& p, int i,
@@ -519,17 +522,18 @@ class Attention {
 #pragma GCC unroll 2
       for (int v = 1; v < kVecs; ++v) most = max(most, s[v]);
       const float old = p.peaks[i + r], peak = std::max(old, max_lanes(most));
-      peaks.origins[r] = peak == kMinusInfinity ? 0.0f : peak;  // no token was seen so far
+      peaks.origins[r] = peak == kMinusInfinity ? 0.0f : peak;  // no token was visible so far
       peaks.fades[r] = old - peaks.origins[r];
       p.peaks[i + r] = peak;
     }
   }
 
-  // Turns the scores into weights, and the exponents of `peaks` into factors of the sums so far.
+  // Computes weights from the scores, and the factors of the sums so far from the exponents in
+  // `peaks`.
   template <bool kScaled, int R>
   [[gnu::noinline]] void weigh(const float* value_scales, float* scores, Partial& p, int i,
                                Peaks& peaks) const {
-    if (R == 1 && peaks.fades[0] == 0) peaks.fades[0] = 1.0f;  // as it mostly is
+    if (R == 1 && peaks.fades[0] == 0) peaks.fades[0] = 1.0f;  // the usual case
     else store(peaks.fades, exp(load(peaks.fades)));
 #pragma GCC unroll 7
     for (int r = 0; r < R; ++r) {
@@ -546,7 +550,7 @@ class Attention {
     }
   }
 
-  // e^(old - new) of two peaks.
+  // e^(old - new) for two maxima.
   static float fade_of(float old_peak, float new_peak) {
     alignas(64) float lanes[kLanes];
     if (old_peak == new_peak) return 1.0f;
@@ -558,7 +562,7 @@ class Attention {
     for (int d = 0; d < padded_; d += kLanes) store(sums + d, mul(load(sums + d), fill(factor)));
   }
 
-  // total ← total joined with the next partition.
+  // Joins `next`, the softmax of the next partition, to `total`.
   void merge(Partial& total, const Partial& next, int queries) const {
     for (int i = 0; i < queries; ++i) {
       if (next.peaks[i] == kMinusInfinity) continue;
@@ -590,7 +594,7 @@ class Attention {
       }
   }
 
-  // The places of K and V of a tile's tokens. Missing tokens are at `nothing_`, which is zeros.
+  // Finds K and V of a tile's tokens. Missing tokens are at `nothing_`, which is zeros.
   BATON_INLINE void find_tile(const int32_t* table, int layer, int head, int first, int end,
                               Places& keys, Places& values) const {
     const int size = cache_.block_size;
@@ -616,7 +620,7 @@ class Attention {
   }
 
   // sums [queries, padded] += weights [queries, kTile] times V, read from the record. The order and
-  // the bits are those of the path for many queries, which reads V into scratch first.
+  // the bits equal those of the code for many queries, which first reads V into scratch.
   template <int32_t format>
   void add_values(int queries, const float* weights, LoadTokens<format> load, float* sums) const {
     with_rows<kMaxRows>(queries, [&](auto r) {
@@ -627,8 +631,8 @@ class Attention {
     });
   }
 
-  // K of a tile, transposed: [kTile / kPanel][padded][kPanel]. Words of the record are transposed
-  // before they are expanded, since words are fewer than elements.
+  // Reads K of a tile, transposed: [kTile / kPanel][padded][kPanel]. Words of the record are
+  // transposed before they are expanded, because there are fewer words than elements.
   template <int32_t format>
   void read_keys(const Places& places, const Places& next, float* keys) const {
     constexpr int kPerWord = elements_per_word(format);
@@ -649,7 +653,7 @@ class Attention {
         const int bytes = std::min(kGroupBytes, cache_.token_bytes - word * kWord);
         const uint8_t* const* rows = places.elements + token;
         size_t before = word * kWord;
-        if (bytes < kGroupBytes) {  // no byte beyond the token may be read
+        if (bytes < kGroupBytes) {  // no byte after the token may be read
           for (int i = 0; i < kLanes; ++i) {
             std::memcpy(tails[i], rows[i] + before, bytes);
             tail_rows[i] = tails[i];
@@ -694,7 +698,8 @@ class Attention {
     return (query_blocks_bytes(max_queries()) + lines(4 * max_queries()) + keys + values) / 4 + 64;
   }
 
-  // Rounds the queries [queries, padded]. Takes memory from `scratch` and returns the rest.
+  // Rounds the queries [queries, padded] to whole numbers. Takes memory from `scratch` and returns
+  // the unused part.
   float* begin_whole(const float* q, int queries, float* scratch, WholeScratch& whole) const {
     uint8_t* memory = reinterpret_cast<uint8_t*>(scratch);
     memory += -reinterpret_cast<uintptr_t>(memory) % 64;
@@ -703,7 +708,7 @@ class Attention {
     whole.keys = reinterpret_cast<int8_t*>(memory += lines(4 * queries));
     whole.values = whole.keys + static_cast<size_t>(kTile) * whole_cols_;
     memory += static_cast<size_t>(kTile) * (whole_cols_ + padded_);
-    if (whole_cols_ != cache_.head_dim)  // padding of K is multiplied too
+    if (whole_cols_ != cache_.head_dim)  // padding of K is multiplied as well
       std::fill_n(whole.keys, static_cast<size_t>(kTile) * whole_cols_, 0);
     for (int i = 0; i < queries; ++i, q += padded_) {
       const int first = i / kWholeRows * kWholeRows, rows = std::min(kWholeRows, queries - first);
@@ -725,8 +730,8 @@ class Attention {
     return whole.queries + block * whole_bytes(whole_cols_);
   }
 
-  // The value of one unit if x [n] is rounded to whole numbers, and its inverse. n is a multiple of
-  // kLanes.
+  // Sets `step` to the unit for rounding x [n] to whole numbers, and returns its inverse. n is a
+  // multiple of kLanes.
   static float inverse_step(const float* x, int n, float& step) {
     Vec most = zeros();
     for (int d = 0; d < n; d += kLanes) most = max(most, abs(load(x + d)));
@@ -736,7 +741,7 @@ class Attention {
     return counts ? kWholeMost / largest : 0.0f;
   }
 
-  // K of a tile for whole_product, and the sum of each token's elements.
+  // Reads K of a tile for whole_product, and the sum of each token's elements.
   void read_whole_keys(const Places& places, const Places& next, int8_t* keys,
                        int32_t* sums) const {
     const int words = (cache_.token_bytes + kWord - 1) / kWord;
@@ -750,7 +755,7 @@ class Attention {
         const int bytes = std::min(kGroupBytes, cache_.token_bytes - word * kWord);
         const uint8_t* const* rows = places.elements + token;
         size_t before = word * kWord;
-        if (bytes < kGroupBytes) {  // no byte beyond the token may be read
+        if (bytes < kGroupBytes) {  // no byte after the token may be read
           for (int i = 0; i < kLanes; ++i) {
             std::memcpy(tails[i], rows[i] + before, bytes);
             tail_rows[i] = tails[i];
@@ -798,8 +803,8 @@ class Attention {
     }
   }
 
-  // V of a tile for whole_product: [padded / kPanel][kTile / 4][kPanel][4], `apart` bytes between
-  // panels.
+  // Reads V of a tile for whole_product: [padded / kPanel][kTile / 4][kPanel][4], with `apart`
+  // bytes from panel to panel.
   void read_whole_values(const Places& places, const Places& next, int8_t* values,
                          size_t apart) const {
     const int n = cache_.head_dim;
@@ -813,7 +818,7 @@ class Attention {
           interleave(rows, d, to);
           continue;
         }
-        for (int t = 0; t < 4; ++t)  // no byte beyond the token may be read
+        for (int t = 0; t < 4; ++t)  // no byte after the token may be read
           for (int i = d; i < n; ++i) to[(i - d) * kWord + t] = static_cast<int8_t>(rows[t][i]);
       }
     }
@@ -855,7 +860,7 @@ class Attention {
            sizeof(float) * (kTile * kLanes + panels * 2 * kSums);
   }
 
-  // Rounds the queries [queries, padded] of a task whose first one is at `position`.
+  // Rounds the queries [queries, padded] of a task whose first query is at `position`.
   ManyScratch begin_many(const float* q, int queries, int position, float* scratch) const {
     uint8_t* memory = reinterpret_cast<uint8_t*>(scratch);
     memory += -reinterpret_cast<uintptr_t>(memory) % 64;
@@ -891,7 +896,7 @@ class Attention {
     return many;
   }
 
-  // Walks the context for many queries and int8 KV. The bits are those of the other paths.
+  // Computes a task with many queries over int8 KV. The bits equal those of the other functions.
   void walk_many(const Batch& batch, const Task& task, int layer, const Scoring& scoring,
                  const float* q, int end, int oldest, int partition, Partial& p,
                  float* scratch) const {
@@ -906,8 +911,9 @@ class Attention {
     SixteenWeights<kTile> weights[2];
     Places keys_at[2], values_at[2];  // of this tile and the next
     find_tile(table, layer, task.head, begin, end, keys_at[0], values_at[0]);
-    // What AMX does in a step of weighing the i-th sixteen: multiplies K for the next, V for the last.
-    // Sums are stored a step after their product, which takes as long.
+    // The work of AMX in one step of computing weights of the i-th sixteen queries: multiplies K
+    // for the next sixteen, V for the last sixteen. Sums are stored one step after their product,
+    // because storing takes equally long.
     const auto multiply = [&](int i, int step) {
       if (step < 2) {
         if (i + 1 >= sixteens) return;
@@ -952,15 +958,15 @@ class Attention {
     }
   }
 
-  // The lower bytes of numbers are multiplied by V, the upper ones by the zeros behind it; then the
-  // other way round.
+  // Multiplies the lower bytes of numbers by V, and the upper bytes by the zeros behind V; then the
+  // reverse.
   static void multiply_values(const SixteenWeights<kTile>& weights, const ManyScratch& many,
                               int panel) {
     const uint8_t* values = reinterpret_cast<const uint8_t*>(many.values) + panel * kValuesApart;
     amx_multiply_by_two(weights.numbers[0], values + kTile * kPanel, values);
   }
 
-  // K of a tile, as amx_multiply reads rows of unsigned bytes.
+  // Reads K of a tile, in the form of amx_multiply: rows of unsigned bytes.
   void read_many_keys(const Places& places, const Places& next, uint8_t* keys) const {
     const int n = cache_.token_bytes;
     const Words zero = _mm512_set1_epi8(static_cast<char>(kKeyZero));
@@ -975,8 +981,8 @@ class Attention {
     }
   }
 
-  // Turns products of K and sixteen queries [kTile][lower and upper bytes][16] into weights. Calls
-  // beside(step) for work that AMX does meanwhile.
+  // Computes weights from the products of K and sixteen queries [kTile][lower and upper bytes][16].
+  // Calls beside(step) for work that AMX does meanwhile.
   template <class Beside>
   [[gnu::noinline]] static void weigh_many(const Scoring& scoring, int tile,
                                            const float* key_scales, const float* value_scales,
@@ -986,7 +992,7 @@ class Attention {
     const Vec step = load(queries.steps), scaling = fill(scoring.scaling);
     const Words offset = load_words(queries.offsets), end = load_words(queries.ends);
     const int window = scoring.window > 0 ? scoring.window : std::numeric_limits<int>::max();
-    const Words beyond = sub(end, fill_words(tile));  // this token and later ones
+    const Words beyond = sub(end, fill_words(tile));  // this token and later tokens are hidden
     const bool hides = (_mm512_cmplt_epi32_mask(beyond, fill_words(kTile)) |
                         _mm512_cmpgt_epi32_mask(beyond, fill_words(window))) != 0;
     const Vec old = load(queries.peaks);
@@ -1009,7 +1015,7 @@ class Attention {
       most[t % 2] = max(most[t % 2], score);
     }
     const Vec peak = max(most[0], most[1]);
-    // Possibly no token was seen so far.
+    // Possibly no token was visible so far.
     const Vec origin = where_less(fill(kMinusInfinity), peak, peak, zeros());
     const Vec fade = exp(sub(old, origin));
     Vec largest = zeros();
@@ -1071,7 +1077,7 @@ class Attention {
   int group_;
   int padded_;
   int tokens_per_task_;
-  bool is_whole_;  // int8 KV is multiplied in whole numbers
+  bool is_whole_;  // int8 KV is multiplied as whole numbers
   bool uses_amx_ = false;
   bool are_few_;    // so that few queries read it sixteen tokens at a time
   int whole_cols_;  // head_dim, padded for whole_product

@@ -1,5 +1,5 @@
-// The functions that Python calls through ctypes: see library.py. Each runs on the caller's thread
-// and the threads of its team. A team serves one caller at a time.
+// The functions that Python calls through ctypes: see library.py. Each function runs on the
+// caller's thread and the threads of its team. A team serves one caller at a time.
 #include "decoder.h"
 #include "sampling.h"
 #include "speculate.h"
@@ -10,8 +10,8 @@ extern "C" {
 
 int32_t baton_panel() { return kPanel; }
 int32_t baton_is_avx512() { return BATON_AVX512; }
-// Uses AMX from now on, or not. Returns 1 if it is used. Changes no bit of products with matrices that
-// are packed already, except bf16 in pairs, which need it.
+// Switches AMX on or off. Returns 1 if AMX is then used. Products with matrices that are already
+// packed keep their bits. Only bf16 in pairs needs AMX.
 int32_t baton_use_amx(int32_t wanted) { return amx_is_used = wanted && amx_is_lent; }
 int32_t baton_uses_amx() { return amx_is_used; }
 
@@ -138,7 +138,7 @@ void baton_decoder_forward(void* decoder, const Ragged* rows, const Wanted* want
   static_cast<Decoder*>(decoder)->forward(*rows, *wanted);
 }
 
-// The next three functions return 0 if a draw names an id outside the vocabulary, else 1.
+// The next three functions return 1, or 0 if a draw names an id outside the vocabulary.
 int32_t baton_decoder_draft(void* decoder, const Ragged* rows, float* logits,
                             const Proposals* proposals) {
   return Drafter(*static_cast<Decoder*>(decoder), *rows, logits, *proposals).run();
@@ -146,7 +146,7 @@ int32_t baton_decoder_draft(void* decoder, const Ragged* rows, float* logits,
 int32_t baton_decoder_verify(void* decoder, const Ragged* rows, float* logits, Choices* choices) {
   return Verifier(*static_cast<Decoder*>(decoder), *rows, logits, *choices).run();
 }
-// Proposes, then verifies.
+// Lets the draft model propose tokens, then verifies them.
 int32_t baton_decoder_speculate(void* decoder, const Ragged* rows, float* logits, Choices* choices,
                                 void* draft, const Ragged* seen, Drafting* drafting) {
   return propose(*static_cast<Decoder*>(draft), *seen, *drafting, *choices, rows->num_rows) &&

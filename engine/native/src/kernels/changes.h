@@ -1,7 +1,8 @@
 // Changes a row's logits before a choice, in the order of engine/model/sampling/changes.py.
 //
-// It costs two passes over the logits, which are copied, and one over the context. The memory for
-// token counts is kept from row to row. Between rows all counts are zero: those used are reset.
+// This takes two passes over the logits, which are copied, and one pass over the context. The
+// memory for token counts is reused from row to row. Between rows all counts are zero, because used
+// counts are reset.
 #pragma once
 
 #include <algorithm>
@@ -14,15 +15,15 @@ namespace baton {
 struct Changes {
   const int32_t *history, *drafted;  // the context; null without penalties
   const int32_t *banned, *biased;
-  const float* biases;   // one for each of `biased`, whose ids are distinct
-  const uint32_t* mask;  // bit i % 32 of word i / 32: id i is allowed; null: all are
+  const float* biases;   // one for each id in `biased`; these ids are distinct
+  const uint32_t* mask;  // bit i % 32 of word i / 32: id i is allowed; null: all ids are allowed
   int32_t num_history, num_drafted, num_banned, num_biased, num_words;
   int32_t prompt_len;  // start of the answer in history and drafted tokens together
   float repetition, frequency, presence;
   int32_t unused;
 };
 
-// Changes logits for one thread, and keeps that thread's memory.
+// Changes logits for one thread. Its memory is reused from row to row.
 class Changer {
  public:
   // Returns the changed logits, valid until the next call; null if an id is outside the vocabulary.
@@ -43,7 +44,7 @@ class Changer {
  private:
   static constexpr float kGreatest = std::numeric_limits<float>::max();
   static constexpr float kNever = -std::numeric_limits<float>::infinity();
-  static constexpr int kGroup = 32;  // ids in a word of a mask
+  static constexpr int kGroup = 32;  // ids in one word of a mask
 
   static float finite(float x) { return std::min(std::max(x, -kGreatest), kGreatest); }
 
@@ -53,7 +54,7 @@ class Changer {
            are_below(vocab, c.biased, c.num_biased);
   }
 
-  // Negative ids become large numbers here.
+  // As unsigned numbers, negative ids are large.
   static bool are_below(int vocab, const int32_t* ids, int num_ids) {
     uint32_t highest = 0;
     for (int i = 0; i < num_ids; ++i) highest = std::max(highest, static_cast<uint32_t>(ids[i]));
@@ -80,7 +81,7 @@ class Changer {
     }
   }
 
-  // A count is twice the occurrences in the answer, plus one if the prompt has the token.
+  // A count is twice the number of occurrences in the answer, plus one if the prompt has the token.
   void note_prompt(const int32_t* id, const int32_t* end) {
     for (; id < end; ++id) counts_[*id] |= 1;
   }
@@ -95,11 +96,11 @@ class Changer {
   }
 
   static void penalise_group(float* x, const uint32_t* counts, const Changes& c) {
-    const Changes penalties = c;  // a copy: the compiler then knows that `x` is no part of it
+    const Changes penalties = c;  // a copy, so that the compiler knows that `x` is not a part of it
     for (int i = 0; i < kGroup; ++i) x[i] = penalised(x[i], counts[i], penalties);
   }
 
-  // Computes all results and selects among them, so that a group can be vectorised.
+  // Computes all possible results and selects one, so that the compiler can vectorise a group.
   static float penalised(float x, uint32_t count, const Changes& c) {
     const float times = static_cast<float>(static_cast<int32_t>(count / 2));
     const float repeated = finite(x > 0 ? x / c.repetition : x * c.repetition);
@@ -118,7 +119,7 @@ class Changer {
     }
   }
 
-  static void mask_word(float* x, uint32_t word) {  // enough ids for the compiler to vectorise
+  static void mask_word(float* x, uint32_t word) {  // enough ids for vectorisation
     for (int i = 0; i < kGroup; ++i) x[i] = word >> i & 1 ? x[i] : kNever;
   }
 

@@ -58,13 +58,13 @@ struct Model {
   float logit_softcap;  // 0: none
 };
 
-// The rows of a pass. Each row's tokens extend one sequence. Mirrored in structs.py.
+// The rows of a pass. The tokens of each row extend one sequence. Mirrored in structs.py.
 struct Ragged {
   const int64_t* token_ids;   // row by row
   const int32_t* lens;        // [num_rows]: tokens of each row
   const int32_t* ends;        // [num_rows]: context length after the row
   const int32_t* tables;      // block tables, row by row
-  const int32_t* table_lens;  // [num_rows]: blocks, at least as many as `ends` needs
+  const int32_t* table_lens;  // [num_rows]: number of blocks; at least as many as `ends` needs
   int32_t num_rows;
   int32_t unused;
   const int64_t* origins;  // [num_rows]: added to positions before they are embedded; null: zero
@@ -78,7 +78,7 @@ struct Wanted {
   int32_t unused;
 };
 
-// Rows as attention reads them, and the position of each token.
+// Rows in the form that attention reads, and the position of each token.
 class Laid {
  public:
   void lay(const Ragged& rows, int block_size) {
@@ -111,7 +111,7 @@ class Laid {
   std::vector<int64_t> positions_, slots_;
 };
 
-// Memory that grows and never shrinks. It starts on a cache line. Growth loses its contents.
+// Memory that can grow but never shrinks. It starts on a cache line. Growth discards its contents.
 class Buffer {
  public:
   ~Buffer() { std::free(memory_); }
@@ -157,7 +157,7 @@ BATON_INLINE void rms_norm(const float* x, const float* weight, int n, float eps
   for (; i < n; ++i) y[i] = x[i] * factor * weight[i];
 }
 
-// Adds the bias, if there is one.
+// Adds the bias of a matrix if the matrix has one.
 BATON_INLINE void add_bias(const Weight& w, int panel, TileRow& tile) {
   if (w.bias == nullptr) return;
   for (int v = 0; v < kPanelVecs; ++v)
@@ -287,7 +287,7 @@ class Decoder {
                   : static_cast<const float*>(m_.embedding)[at + i]);
   }
 
-  // Cosines, then sines, of the token's position, for each rope.
+  // The cosines, then the sines, of the token's position, for each rope.
   void rotations(int t) {
     float* to = rotary_.floats() + t * rotary_floats_;
     const float position = static_cast<float>(laid_.positions()[t]);
@@ -327,7 +327,7 @@ class Decoder {
             mine);
   }
 
-  // Puts queries, keys and values into one row. Threads share the panels of all matrices.
+  // Computes queries, keys and values in one row. The threads share the panels of all matrices.
   void project_qkv(const Layer& layer, int thread) {
     int panels = 0;
     for (int i = 0; i < layer.num_qkv; ++i) panels += layer.qkv[i].num_panels();
@@ -395,7 +395,7 @@ class Decoder {
            Store{wanted_->logits, static_cast<size_t>(m_.head.rows), &m_.head, m_.logit_softcap});
   }
 
-  // Packs normalised rows of the residual stream for `w`.
+  // Packs normalised rows of the residual stream, for products with `w`.
   void normalise(const float* norm, const Weight& w, int thread, Share mine) {
     pack_rows(w, mine, batch_->num_tokens, packed(),
               [&](int t, int slot) { return normalised(t, norm, thread, slot); });
@@ -453,7 +453,7 @@ class Decoder {
   Cache cache_;
   Attention attention_;
   int query_size_, kv_size_;
-  Laid laid_;  // state of the present pass, like the following three
+  Laid laid_;  // the present pass, with the next three fields
   const Batch* batch_ = nullptr;
   const int64_t* token_ids_ = nullptr;
   const Wanted* wanted_ = nullptr;

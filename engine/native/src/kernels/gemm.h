@@ -37,16 +37,16 @@ constexpr int kMaxRows = 6;
 constexpr int kMaxRowsInt8 = 4;
 #endif
 constexpr int kPanel = kPanelVecs * kLanes;
-constexpr int kChunkBytes = 512 * 1024;  // activations that stay in a core's L2 cache
+constexpr int kChunkBytes = 512 * 1024;  // bytes of activations that stay in a core's L2 cache
 constexpr int kWidenFromRows =
-    2 * kMaxRows;  // with this many rows a bf16 panel is widened once for all
+    2 * kMaxRows;  // from this number of rows on, a bf16 panel is widened once for all rows
 constexpr int kPrefetchBytes = 2048;
-constexpr int kAheadFromRows = 3;  // fewer rows read faster than they multiply
-constexpr int kMaxColumns = 512;   // of one chunk, if all activations exceed kChunkBytes
-constexpr int kWaitingPanels = 8;  // panels whose sums wait for the next columns
+constexpr int kAheadFromRows = 3;  // with fewer rows, reading takes less time than multiplying
+constexpr int kMaxColumns = 512;   // columns of one chunk, if all activations exceed kChunkBytes
+constexpr int kWaitingPanels = 8;  // panels whose sums wait for further columns
 constexpr int kPackColumns = 128;
-constexpr int kAmxFromRows = 4;        // fewer rows are multiplied sooner without AMX
-constexpr int kBlockRows = kAmxBlock;  // the most rows of a block
+constexpr int kAmxFromRows = 4;        // with fewer rows, products are faster without AMX
+constexpr int kBlockRows = kAmxBlock;  // most rows of a block
 static_assert(kBlockRows >= kMaxRows && kBlockRows >= kMaxRowsInt8);
 
 // A packed matrix [rows, cols]; mirrored in structs.py.
@@ -63,21 +63,21 @@ struct Weight {
   int num_panels() const { return (rows + kPanel - 1) / kPanel; }
 };
 
-// Activations of `rows` rows, packed so that the kernels read them from front to back. They are in
-// blocks of rows. A block is [cols][rows of the block] for fp32 and bf16 weights (`values`). For int8
-// it is [cols / 4][rows of the block][4], or with AMX [rows / 16][cols / 64][16][64] (`bytes`, with a
-// scale for each row). For bf16 in pairs it is [rows / 5][cols / 32][16][32] numbers of bf16, also in
-// `bytes`: three rows for each row, and an unused one.
+// Activations of `rows` rows, packed in the order in which the kernels read them. They are in
+// blocks of rows. A block is [cols][rows of the block] for fp32 and bf16 weights (`values`). For
+// int8 it is [cols / 4][rows of the block][4], or with AMX [rows / 16][cols / 64][16][64] (`bytes`,
+// with a scale for each row). For bf16 in pairs it is [rows / 5][cols / 32][16][32] numbers of
+// bf16, also in `bytes`: three rows of bf16 for each row, and one unused row.
 struct Rows {
   float* values;
   uint8_t* bytes;
   float* scales;
 };
 
-// How the rows of one product are divided into blocks.
+// The division of a product's rows into blocks.
 struct RowBlocks {
   int rows;
-  int most;  // rows of a block
+  int most;  // largest number of rows in a block
   int count;
   bool amx;
 
@@ -100,18 +100,18 @@ struct RowBlocks {
   }
 };
 
-// Brings a part of the panel that is multiplied next into the L2 cache. Each block of rows requests
-// an equal part, so memory is read at an even pace.
+// Prefetches a part of the next panel into the L2 cache. Each block of rows requests an equal part,
+// so that memory is read at an even rate.
 struct Ahead {
   const char* first;
   int step;  // bytes
 
-  // `next` is read in steps of `step_bytes`.
+  // The next panel, `next`, is read in steps of `step_bytes`.
   Ahead(const void* next, int steps, int step_bytes, int block, int blocks)
       : step((step_bytes + blocks - 1) / blocks) {
     first = static_cast<const char*>(next) + static_cast<size_t>(steps) * step * block;
   }
-  BATON_INLINE void request(int i) const {  // of at most 128 bytes
+  BATON_INLINE void request(int i) const {  // at most 128 bytes
     const char* at = first + static_cast<size_t>(i) * step;
     _mm_prefetch(at, _MM_HINT_T1);
     if (step > 64) _mm_prefetch(at + 64, _MM_HINT_T1);
@@ -203,12 +203,12 @@ BATON_INLINE void tile_int8(const uint8_t* a, const int8_t* panel, int cols, Nex
     _mm512_storeu_si512(c + r * kPanel + kLanes, acc[r][1]);
   }
 }
-// Added to activations when they are stored: vpdpbusd wants them unsigned.
+// Added to activations when they are stored, because vpdpbusd needs unsigned numbers.
 constexpr int kByteZero = 128;
 
 #else
 
-// |x| * sign(x) w: products of signed bytes whose pairwise sums cannot overflow 16 bits.
+// |x| * sign(x) w: products of signed bytes. Sums of two of them cannot overflow 16 bits.
 template <int R, class Next>
 BATON_INLINE void tile_int8(const uint8_t* a, const int8_t* panel, int cols, Next next,
                             int32_t* c) {
@@ -252,7 +252,8 @@ inline void with_rows(int rows, F f) {
   }
 }
 
-// Does the same for `a` with rows `lda` apart, and fp32 weights `ldw` apart.
+// Computes the same for `a` with a row stride of `lda`, and fp32 weights with a row stride of
+// `ldw`.
 inline void multiply_float(const float* a, size_t lda, int rows, const float* panel, size_t ldw,
                            int cols, float* c, size_t ldc, bool accumulate) {
   with_rows<kMaxRows>(rows, [&](auto r) {
@@ -260,10 +261,10 @@ inline void multiply_float(const float* a, size_t lda, int rows, const float* pa
   });
 }
 
-// The first of the three rows of bf16 that row r of a block is.
+// The first of the three bf16 rows for row r of a block.
 constexpr int float_row(int r) { return r / kFloatRows * kAmxRows + r % kFloatRows * kParts; }
 
-// Bytes of `rows` packed rows, rounded up to whole registers of AMX.
+// The bytes of `rows` packed rows, rounded up to whole AMX registers.
 inline size_t packed_row_bytes(const Weight& w, int rows) {
   if (w.kind == kBf16Pairs)
     return static_cast<size_t>((rows + kFloatRows - 1) / kFloatRows) * kAmxRows * 2 * w.padded_cols;
@@ -277,7 +278,7 @@ struct Columns {
   int begin, end;
 };
 
-// The place of the next panel, the index of the present block of rows, and the number of blocks.
+// The address of the next panel, the index of the present block of rows, and the number of blocks.
 struct Turn {
   ptrdiff_t panels_on;
   int block, blocks;
@@ -300,7 +301,7 @@ BATON_INLINE void store_row(float* p, const TileRow& row) {
   for (int v = 0; v < kPanelVecs; ++v) store(p + v * kLanes, row.vecs[v]);
 }
 
-// Row r of a tile, from the sums of a product of bytes.
+// Row r of a tile, computed from the sums of a byte product.
 BATON_INLINE TileRow finished(const Weight& w, int panel, const int32_t* sums, int r, float scale) {
   TileRow row;
 #pragma GCC unroll 2
@@ -313,7 +314,7 @@ BATON_INLINE TileRow finished(const Weight& w, int panel, const int32_t* sums, i
   return row;
 }
 
-// Computes the same from the sums of products of floats' parts.
+// The same row, computed from the sums of the products of floats' parts.
 BATON_INLINE TileRow finished(const Weight&, int, const float* sums, int r, float) {
   TileRow row;
 #pragma GCC unroll 2
@@ -324,8 +325,9 @@ BATON_INLINE TileRow finished(const Weight&, int, const float* sums, int r, floa
   return row;
 }
 
-// One block of rows of x times one panel of w over some columns, into or (beyond the first column)
-// onto tile [rows of the block, kPanel]. `wide`: these columns of the panel in fp32, if they are.
+// Multiplies one block of rows of x by some columns of one panel of w. Writes the result to tile
+// [rows of the block, kPanel], or adds it to tile after the first column. `wide`: these columns of
+// the panel in fp32, if they were widened.
 inline void multiply_panel(const Weight& w, int panel, const float* wide, const Rows& x,
                            Share block, Columns columns, Turn turn, float* tile) {
   const int rows = block.end - block.begin;
@@ -345,7 +347,7 @@ inline void multiply_panel(const Weight& w, int panel, const float* wide, const 
   const int count = columns.end - columns.begin;
   const float* a = x.values + start + static_cast<size_t>(columns.begin) * rows;
   const size_t before = at + static_cast<size_t>(columns.begin) * kPanel;
-  const int bytes = w.kind == kFp32 ? 4 : w.kind == kBf16 ? 2 : 1;  // bytes of an element
+  const int bytes = w.kind == kFp32 ? 4 : w.kind == kBf16 ? 2 : 1;  // bytes of one element
   const char* raw = static_cast<const char*>(w.panels) + before * bytes;
   const Ahead next(raw + turn.panels_on * kPanel * w.padded_cols * bytes, count, kPanel * bytes,
                    turn.block, turn.blocks);
@@ -362,18 +364,19 @@ inline void multiply_panel(const Weight& w, int panel, const float* wide, const 
   });
 }
 
-// Divides a product so that data read repeatedly stays in a core's cache (Goto and van de Geijn,
-// "Anatomy of high-performance matrix multiplication", 2008): activations of some rows and columns
-// are multiplied by panel after panel. Sums wait for further columns in memory; no bit changes.
+// Divides a product so that data that is read repeatedly stays in a core's cache (Goto and van de
+// Geijn, "Anatomy of high-performance matrix multiplication", 2008). Activations of some rows and
+// columns are multiplied by one panel after another. Sums wait in memory for further columns; no
+// bit changes.
 struct Blocking {
   int columns;
-  int blocks;  // of rows
-  int panels;  // whose sums wait
-  int tiles;   // of each matrix, that wait
+  int blocks;  // number of blocks of rows
+  int panels;  // number of panels whose sums wait
+  int tiles;   // number of tiles, of each matrix, that wait
 
   Blocking(const Weight& w, int rows, int weights) : columns(w.cols), panels(1), tiles(1) {
     const RowBlocks by(w, rows);
-    const bool is_whole = w.kind == kInt8 || by.amx;  // all columns are multiplied at once
+    const bool is_whole = w.kind == kInt8 || by.amx;  // multiplies all columns at once
     const size_t row_bytes = sizeof(float) * w.padded_cols;
     if (!is_whole && row_bytes * rows > kChunkBytes && w.cols > kMaxColumns) {
       const int parts = (w.cols + kMaxColumns - 1) / kMaxColumns;
@@ -387,12 +390,12 @@ struct Blocking {
   }
 };
 
-// A panel is widened once for all rows of a chunk, if these are enough to pay for it.
+// True if a chunk has enough rows that widening a panel once for all rows pays.
 inline bool widens(const Weight& w, int rows) {
   return w.kind == kInt8AsFloat || (w.kind == kBf16 && rows >= kWidenFromRows);
 }
 
-// Widens some columns of a panel to fp32: to [columns][kPanel].
+// Widens some columns of a panel to fp32. The result is [columns][kPanel].
 inline void widen_panel(const Weight& w, int panel, Columns columns, float* to) {
   const size_t at = static_cast<size_t>(panel) * kPanel * w.padded_cols;
   if (w.kind == kBf16) {
@@ -408,14 +411,15 @@ inline void widen_panel(const Weight& w, int panel, Columns columns, float* to) 
       *to = w.scales[panel * kPanel + c] * bytes[(k / 4 * kPanel + c) * 4 + k % 4];
 }
 
-// The scratch floats that a thread needs to multiply by `weights` matrices at once.
+// The number of scratch floats of a thread that multiplies by `weights` matrices at once.
 inline size_t linear_floats(const Weight& w, int rows, int weights) {
   const Blocking by(w, rows, weights);
   const size_t wide = widens(w, rows) ? static_cast<size_t>(by.columns) : 0;
   return weights * kPanel * (wide + static_cast<size_t>(by.tiles) * kBlockRows);
 }
 
-// linear_tiles with AMX. A block's sums are finished and consumed while the next block is multiplied.
+// Computes linear_tiles with AMX. The sums of one block are finished and consumed during the
+// product of the next block.
 template <class Sum, int kWeights, class Consume>
 inline void amx_tiles(const Weight* const* weights, const Rows& x, const RowBlocks& blocks,
                       int chunk_blocks, Share share, Consume consume) {
@@ -452,7 +456,7 @@ inline void amx_tiles(const Weight* const* weights, const Rows& x, const RowBloc
         const int per_step = (waiting.end - waiting.begin) / (kWeights * steps) + 1;
         for (int i = 0; i < kWeights; ++i) {
           const uint8_t* raw = static_cast<const uint8_t*>(weights[i]->panels) + at;
-          // Beyond the last panel there is nothing to request.
+          // After the last panel there is nothing to prefetch.
           const ptrdiff_t on = panel + 1 < share.end ? kPanel * row_bytes : 0;
           const Ahead next(raw + on, steps, kPanel * kAmxInputs, block - chunk, last - chunk);
           const auto meanwhile = [&](int step) {
@@ -477,9 +481,9 @@ inline void amx_tiles(const Weight* const* weights, const Rows& x, const RowBloc
   finish(kBlockRows);
 }
 
-// Computes x @ w^T for panels share.begin … share.end - 1 of kWeights matrices of one shape and
-// calls consume(row, panel, tile rows) for each row and panel: kWeights rows of tiles, of the same
-// panel of each matrix. `scratch`: linear_floats.
+// Computes x @ w^T for panels share.begin … share.end - 1 of kWeights matrices of one shape. Calls
+// consume(row, panel, tile rows) for each row and panel. The tile rows are kWeights rows, one for
+// the same panel of each matrix. `scratch`: memory of linear_floats floats.
 template <int kWeights, class Consume>
 inline void linear_tiles(const Weight* const* weights, const Rows& x, int rows, Share share,
                          float* scratch, Consume consume) {
@@ -526,7 +530,7 @@ inline void linear_tiles(const Weight* const* weights, const Rows& x, int rows, 
       }
 }
 
-// Does the same for one matrix and this thread's share of its panels.
+// Computes the same for one matrix and this thread's share of the matrix's panels.
 template <class Consume>
 inline void linear_tiles(const Weight& w, const Rows& x, int rows, int thread, int threads,
                          float* scratch, Consume consume) {
@@ -534,16 +538,16 @@ inline void linear_tiles(const Weight& w, const Rows& x, int rows, int thread, i
   linear_tiles<1>(weights, x, rows, Share(w.num_panels(), thread, threads), scratch, consume);
 }
 
-// The columns of a panel without padding: the last panel may be padded.
+// The number of columns of a panel without padding. The last panel may be padded.
 inline int panel_columns(const Weight& w, int panel) {
   return std::min(kPanel, w.rows - panel * kPanel);
 }
 
-// Rounds row x [cols] to bytes. Each sixteen of them are given to put(first column, bytes). Returns
-// the row's scale.
+// Rounds a row x [cols] to bytes, and passes each sixteen bytes to put(first column, bytes).
+// Returns the row's scale.
 template <class Put>
 [[gnu::noinline]] inline float round_to_bytes(const Weight& w, const float* x, Put put) {
-  // Four maxima, so that no step depends on the one before.
+  // Four maxima, so that no step depends on the step before.
   Vec most[4] = {zeros(), zeros(), zeros(), zeros()};
   int i = 0;
   for (; i + 4 * kLanes <= w.cols; i += 4 * kLanes)
@@ -566,7 +570,7 @@ template <class Put>
   return largest / 127.0f;
 }
 
-// `to` has `step` rows between groups of four bytes.
+// In `to`, consecutive groups of four bytes are `step` rows apart.
 inline float pack_bytes(const Weight& w, const float* x, size_t step, uint8_t* to) {
   return round_to_bytes(w, x, [&](int i, __m128i bytes) {
     alignas(16) uint8_t whole[kLanes];
@@ -596,8 +600,9 @@ inline void pack_parts(const Weight& w, const float* x, uint8_t* to) {
   }
 }
 
-// Packs this thread's share of `rows` rows for `w`. fetch(row, slot) returns the row's address,
-// [cols]; it stays valid until the same slot, below kBlockRows, is fetched again.
+// Packs this thread's share of `rows` rows for products with `w`. fetch(row, slot) returns the
+// address of the row [cols]. The address stays valid until the same slot, below kBlockRows, is
+// fetched again.
 template <class Fetch>
 inline void pack_rows(const Weight& w, Share mine, int rows, const Rows& to, Fetch fetch) {
   const RowBlocks blocks(w, rows);
@@ -637,7 +642,8 @@ inline void pack_rows(const Weight& w, Share mine, int rows, const Rows& to, Fet
 
 inline int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
 
-// AMX multiplies int8 if a row fills whole registers, so rows are padded unless they are short.
+// AMX multiplies int8 only if each row fills whole registers. So rows are padded unless they are
+// short.
 inline int padded_cols(int kind, int cols) {
   if (kind == kBf16Pairs) return round_up(cols, kAmxInputs / 2);
   if (kind != kInt8) return cols;
@@ -650,7 +656,7 @@ inline size_t packed_bytes(int kind, int rows, int cols) {
   return elements * (kind == kFp32 ? 4 : kind == kInt8 ? 1 : 2);
 }
 
-// Packs `source` [rows, cols] fp32; scales and offsets [num_panels * kPanel] are written for int8.
+// Packs `source` [rows, cols] fp32. For int8, writes scales and offsets [num_panels * kPanel].
 inline void pack(int kind, const float* source, int rows, int cols, void* panels, float* scales,
                  int32_t* offsets) {
   const int padded = padded_cols(kind, cols);

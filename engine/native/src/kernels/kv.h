@@ -1,6 +1,6 @@
-// Tokens in the KV record: their places, and how they are written and read.
+// Tokens in the KV record: their places, and functions that write and read them.
 //
-// engine/layout.py defines the record and its formats. Rounding is that of kvcache.py.
+// engine/layout.py defines the record and its formats. Numbers are rounded as in kvcache.py.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,7 @@ class Attention;
 struct Batch;
 struct Scoring;
 
-// Attention::run over KV of one format: attention.cpp has it for each.
+// Attention::run over KV of one format; attention.cpp defines the function for each format.
 using Attend = void (*)(Attention&, int index, const Batch&, int layer, const Scoring&,
                         const float* query, size_t query_stride, float* out, size_t out_stride,
                         float* scratch);
@@ -43,7 +43,7 @@ struct Place {
   uint8_t* scale;
 };
 
-// K's head h is plane h, V's is plane num_kv_heads + h.
+// Head h of K is plane h, head h of V is plane num_kv_heads + h.
 inline Place place(const Cache& c, int layer, int plane, int64_t block, int offset) {
   uint8_t* head = c.blocks + block * c.block_bytes + c.section_offset + layer * c.layer_bytes +
                   plane * c.head_bytes;
@@ -57,14 +57,14 @@ inline float load_float(const uint8_t* p) {
   return x;
 }
 
-// Halves round to even. Numbers beyond 448 become NaN, but cannot occur: values are scaled to 448.
+// Halves round to even. Numbers above 448 become NaN, but do not occur: values are scaled to 448.
 inline uint8_t float_to_fp8(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, 4);
   const uint32_t sign = bits & 0x80000000u;
   bits ^= sign;
   uint32_t result;
-  if (bits < (121u << 23)) {  // below 2^-6: the sum with 2^14 rounds to a whole number of 2^-9
+  if (bits < (121u << 23)) {  // below 2^-6, adding 2^14 rounds to a whole number of 2^-9
     const float magic = 16384.0f;
     float magnitude;
     std::memcpy(&magnitude, &bits, 4);
@@ -111,7 +111,7 @@ inline void write_int8(Place to, const float* x, int n) {
   std::memcpy(to.scale, &scale, 4);
 }
 
-// Stores one token's K or V of one head.
+// Stores K or V of one token and one head.
 inline void write_token(const Cache& c, Place to, const float* x) {
   const int n = c.head_dim;
   float largest, low, high;
@@ -162,7 +162,7 @@ inline float int4_low(Place p) {
   return bf16_to_float(x);
 }
 
-// One element of a token as read_token gives it, for the rest that does not fill a vector.
+// Reads one element of a token, for the last elements that do not fill a vector.
 inline float read_element(const Cache& c, Place from, int i) {
   switch (c.format) {
     case kKvFp32: return load_float(from.elements + 4 * i);
@@ -185,7 +185,8 @@ inline float read_element(const Cache& c, Place from, int i) {
   }
 }
 
-// Sixteen fp8 numbers in 16 bits each. Their bits, shifted to fp16's places, are 1/256 of them.
+// Sixteen fp8 numbers, each in 16 bits. Shifted to fp16's places, their bits are 1/256 of the
+// numbers.
 BATON_INLINE Vec fp8_values(__m256i wide) {
   const __m256i sign = _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(0x80)), 8);
   const __m256i rest = _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(0x7F)), 7);
@@ -196,10 +197,10 @@ BATON_INLINE Vec fp8_values(const uint8_t* p) {
   return fp8_values(_mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 }
 
-// Formats read without their scale: the caller applies it to whole tokens.
+// True for formats that are read without their scale. The caller applies the scale to whole tokens.
 constexpr bool scales_apart(int32_t format) { return format == kKvFp8 || format == kKvInt8; }
 
-// Sixteen elements of a token from the i-th on, for formats whose elements follow one another.
+// Sixteen elements of a token, from the i-th on, for formats with consecutive elements.
 template <int32_t format>
 BATON_INLINE Vec read_vec(Place from, int i) {
   if constexpr (format == kKvFp32) return load(reinterpret_cast<const float*>(from.elements) + i);
@@ -209,7 +210,7 @@ BATON_INLINE Vec read_vec(Place from, int i) {
   return load_int8(reinterpret_cast<const int8_t*>(from.elements) + i);
 }
 
-// Reads one token's K or V of one head, without the scale where scales_apart; `format` is c.format.
+// Reads K or V of one token and one head, without the scale if scales_apart. `format` is c.format.
 template <int32_t format>
 BATON_INLINE void read_token(const Cache& c, Place from, float* to) {
   const int n = c.head_dim;
@@ -231,9 +232,9 @@ BATON_INLINE void read_token(const Cache& c, Place from, float* to) {
 }
 
 constexpr int kWord = 4;                     // bytes
-constexpr int kGroupBytes = kLanes * kWord;  // of one token, transposed at a time
+constexpr int kGroupBytes = kLanes * kWord;  // bytes of one token that are transposed at a time
 
-// Elements per word, and how the record's words become elements when lanes are tokens.
+// Elements per word, and the conversion of words to elements when the lanes are tokens.
 constexpr int elements_per_word(int32_t format) {
   return format == kKvFp32 ? 1 : format == kKvBf16 ? 2 : format == kKvInt4 ? 8 : 4;
 }

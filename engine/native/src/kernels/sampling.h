@@ -77,7 +77,7 @@ inline uint32_t philox_word(uint32_t token_id, const Draw& draw) {
   return c[token_id % 4];
 }
 
-// The same for sixteen counters: `words` gets all four words of each.
+// Computes four words for each of sixteen counters.
 inline void philox(Words counter, const Draw& draw, Words (&words)[4]) {
   const Words m0 = fill_words(kPhiloxMultipliers[0]), m1 = fill_words(kPhiloxMultipliers[1]);
   Words c0 = counter, c1 = fill_words(static_cast<uint32_t>(draw.position));
@@ -98,12 +98,12 @@ inline void philox(Words counter, const Draw& draw, Words (&words)[4]) {
   words[3] = c3;
 }
 
-// e = -log(u) of words w. Near u = 1 it is computed from v = 1 - u, which keeps relative precision.
+// e = -log(u) of words w. Near u = 1 it is computed from v = 1 - u, for precision relative to e.
 inline Vec exponential(Words w) {
   const Vec unit = fill(0x1p-32f), half = fill(0.5f);
   const Vec u = mul(add(from_unsigned(w), half), unit);
   const Vec v = mul(add(from_unsigned(bits_xor(w, fill_words(0xFFFFFFFF))), half), unit);
-  const Scaled parts = split(u);  // the exponent is 0 where v < 1/4
+  const Scaled parts = split(u);  // the exponent is 0 for v < 1/4
   const Vec f = where_less(v, fill(0.25f), sub(zeros(), v), sub(parts.mantissa, fill(1.0f)));
   return sub(zeros(), log_of_parts(f, parts.exponent));
 }
@@ -118,13 +118,13 @@ inline float float_at(int64_t order) {
   return std::bit_cast<float>(order >= 0 ? bits : bits | 0x80000000u);
 }
 
-// Chooses tokens for one thread, and keeps that thread's memory.
+// Chooses tokens for one thread. Its memory is reused from row to row.
 class Sampler {
  public:
   explicit Sampler(int vocab) : vocab_(vocab) {}
 
-  // Returns the token of a row of logits; any token if one is NaN; -1 if a changed id is outside the
-  // vocabulary.
+  // Returns the token of a row of logits; any token if a logit is NaN; -1 if a changed id is
+  // outside the vocabulary.
   int64_t choose(const float* logits, const Draw& draw) {
     logits_ = draw.changes == nullptr ? logits : changed(logits, *draw.changes);
     if (logits_ == nullptr) return -1;
@@ -144,11 +144,11 @@ class Sampler {
   }
 
  private:
-  static constexpr int kGroup = 4 * kLanes;  // tokens whose noise is made together
+  static constexpr int kGroup = 4 * kLanes;  // tokens whose noise is computed together
   static constexpr int kBisections = 10;     // leave one in a thousand if logits are spread evenly
 
   const float* changed(const float* logits, const Changes& changes) const {
-    thread_local Changer changer;  // keeps its memory from call to call
+    thread_local Changer changer;  // memory is kept from call to call
     return changer.apply(logits, vocab_, changes);
   }
 
@@ -156,7 +156,7 @@ class Sampler {
     return (static_cast<double>(logit) - static_cast<double>(best_)) / temperature_;
   }
 
-  // The logits from `start`, filled up with minus infinity behind the vocabulary's end.
+  // The logits from `start` on; minus infinity after the end of the vocabulary.
   const float* group(int start, float (&padded)[kGroup]) const {
     if (start + kGroup <= vocab_) return logits_ + start;
     std::fill(std::copy(logits_ + start, logits_ + vocab_, padded), padded + kGroup, -kInfinity);
@@ -169,7 +169,7 @@ class Sampler {
     return max_lanes(highest);
   }
 
-  // Sets best_; the first id that has it.
+  // Sets best_, and returns the first id with this logit.
   int find_best() {
     float padded[kGroup];
     int where = 0;
@@ -185,7 +185,7 @@ class Sampler {
     return best_ == -kInfinity ? 0 : where;
   }
 
-  // The lowest score that survives all masks, or kHopeless.
+  // The lowest score that all masks allow, or kHopeless if that is higher.
   double lower_bound(const Draw& draw) {
     double bound = kHopeless;
     if (draw.min_p > 0) bound = std::max(bound, std::log(draw.min_p));
@@ -194,8 +194,8 @@ class Sampler {
     return bound;
   }
 
-  // The least logit whose score is at least `bound`, which is at most 0. Scores never fall as
-  // logits grow, but logits that differ may share a score.
+  // The lowest logit whose score is at least `bound`, which is at most 0. Scores never fall as
+  // logits grow, but different logits may have the same score.
   float least_logit(double bound) const {
     int64_t below = order_of(-kInfinity), enough = order_of(best_);
     while (enough - below > 1) {
@@ -205,7 +205,7 @@ class Sampler {
     return float_at(enough);
   }
 
-  // Sorts `begin` … `end`: the score at which their masses bring `above` to `enough`.
+  // Sorts `begin` … `end`. Returns the score at which their masses raise `above` to `enough`.
   double reach(float* begin, float* end, double above, double enough) const {
     std::sort(begin, end, std::greater<>());
     for (const float* x = begin; x < end; ++x) {
@@ -223,10 +223,10 @@ class Sampler {
     return reach(kept_.data(), kept_.data() + k, 0, total * top_p);
   }
 
-  // Leaves in kept_ the k highest logits, in any order.
+  // Reduces kept_ to the k highest logits, in any order.
   void keep_highest(int k) {
     float padded[kGroup];
-    float beaten = -kInfinity;  // at least k of the kept logits are not below this one
+    float beaten = -kInfinity;  // at least k of the kept logits are not below this number
     size_t count = 0;
     kept_.resize(2 * static_cast<size_t>(k) + kGroup);
     for (int start = 0; start < vocab_; start += kGroup) {
@@ -243,14 +243,14 @@ class Sampler {
         count = k;
       }
     }
-    // Logits of minus infinity are not kept, so there may be fewer than k.
+    // Logits of minus infinity are not kept, so fewer than k may be kept.
     std::fill(kept_.begin() + count, kept_.end(), -kInfinity);
     std::nth_element(kept_.begin(), kept_.begin() + (k - 1), kept_.end(), std::greater<>());
     kept_.resize(k);
   }
 
-  // Bisects between a logit from which masses are enough and one from which they are not, and sorts
-  // the few that are left between the two.
+  // Bisects between a logit from which the mass is enough and a logit from which it is not. Sorts
+  // the few logits that are left between the two.
   double bound_of_top_p(double top_p) {
     const double enough = weigh() * top_p;
     if (!(enough > 0)) return 0;
@@ -272,7 +272,7 @@ class Sampler {
     return reach(kept_.data(), kept_.data() + kept_.size(), above, enough);
   }
 
-  // Fills masses_ for the logits and the last group's padding. Returns their sum.
+  // Computes masses_ for the logits and for the padding of the last group. Returns their sum.
   double weigh() {
     float padded[kGroup];
     masses_.resize((vocab_ + kGroup - 1) / kGroup * kGroup);
@@ -291,7 +291,7 @@ class Sampler {
     return sum_of(sums);
   }
 
-  // The mass of the logits that are at least `least`.
+  // The mass of all logits that are at least `least`.
   double mass_from(float least) const {
     float padded[kGroup];
     const Doubles bound = fill_fp64(least), none = fill_fp64(0);
@@ -329,7 +329,7 @@ class Sampler {
     return min_lanes(lowest);
   }
 
-  // Leaves in kept_ the logits from `low` to below `high`, in any order.
+  // Reduces kept_ to the logits from `low` to below `high`, in any order.
   void keep_between(float low, float high) {
     float padded[kGroup];
     const Vec bound = fill(high), none = fill(-kInfinity);
@@ -385,7 +385,7 @@ class Sampler {
     }
   }
 
-  // Makes `id` the winner if the definition puts it before the present one.
+  // Makes `id` the winner if the definition prefers it to the present winner.
   void compare(int id) {
     if (logits_[id] < least_) return;
     const double u = (philox_word(id, *draw_) + 0.5) * 0x1p-32;
@@ -400,7 +400,7 @@ class Sampler {
   std::vector<float> kept_;
   std::vector<double> masses_;
 
-  // State of the present row:
+  // State for the present row:
   const float* logits_ = nullptr;
   const Draw* draw_ = nullptr;
   float best_ = 0, least_ = 0;

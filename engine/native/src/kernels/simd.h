@@ -1,7 +1,7 @@
 // Sixteen floats at once, with AVX-512 or with AVX2 and FMA.
 //
-// Both sets give the same bits: a vector has sixteen lanes everywhere (AVX2 holds it in two
-// registers), reductions have one fixed tree, and every product that is added is fused.
+// Both instruction sets give the same bits: a vector always has sixteen lanes (two registers with
+// AVX2), reductions have one fixed tree, and every product that is added is fused.
 #pragma once
 
 #include <immintrin.h>
@@ -18,7 +18,7 @@
 #error "needs AVX-512 with VNNI, or AVX2 with FMA and F16C"
 #endif
 
-// For code that must stay in registers: compilers stop inlining in large files.
+// For functions whose data must stay in registers: compilers stop inlining in large files.
 #define BATON_INLINE inline __attribute__((always_inline))
 
 namespace baton {
@@ -44,7 +44,7 @@ BATON_INLINE Vec abs(Vec a) { return _mm512_abs_ps(a); }
 BATON_INLINE Vec round_even(Vec a) {
   return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
-// Lanes of `x` where a < b, else of `y`.
+// Lanes of `x` where a < b, other lanes of `y`.
 BATON_INLINE Vec where_less(Vec a, Vec b, Vec x, Vec y) {
   return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), y, x);
 }
@@ -63,7 +63,7 @@ BATON_INLINE Vec load_int8(const int8_t* p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(raw));
 }
 BATON_INLINE Vec from_bytes(__m128i raw) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(raw)); }
-// Numbers in -128 … 127 as bytes; halves to even.
+// Numbers in -128 … 127 as bytes. Halves round to even.
 BATON_INLINE __m128i to_int8(Vec x) { return _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x)); }
 // Lanes as 32 bits.
 BATON_INLINE Vec bits_shifted_left(Vec x, int n) {
@@ -100,7 +100,7 @@ BATON_INLINE Words bits_xor(Words a, Words b) { return _mm512_xor_si512(a, b); }
 struct WidePair {
   Words high, low;
 };
-// All 64 bits of the products of unsigned words.
+// The products of unsigned words, with all 64 bits.
 BATON_INLINE WidePair multiply_wide(Words a, Words b) {
   const Words even = _mm512_mul_epu32(a, b);
   const Words odd = _mm512_mul_epu32(_mm512_srli_epi64(a, 32), _mm512_srli_epi64(b, 32));
@@ -136,7 +136,7 @@ BATON_INLINE Doubles fma(Doubles a, Doubles b, Doubles c) { return _mm512_fmadd_
 BATON_INLINE Doubles where_less(Doubles a, Doubles b, Doubles x, Doubles y) {
   return _mm512_mask_blend_pd(_mm512_cmp_pd_mask(a, b, _CMP_LT_OQ), y, x);
 }
-// The whole number n in -1022 … 1023 that 2^52 + 2^51 was added to: 2^n.
+// 2^n, for a whole number n in -1022 … 1023 to which 2^52 + 2^51 was added.
 BATON_INLINE Doubles exp2_shifted(Doubles x) {
   const __m512i bits = _mm512_add_epi64(_mm512_castpd_si512(x), _mm512_set1_epi64(1023));
   return _mm512_castsi512_pd(_mm512_slli_epi64(bits, 52));
@@ -420,7 +420,7 @@ BATON_INLINE Doubles exp(Doubles x) {
                                            0.5,
                                            1.0,
                                            1.0};
-  const Doubles shift = fill_fp64(0x1.8p52);  // a sum with it ends in the bits of the whole part
+  const Doubles shift = fill_fp64(0x1.8p52);  // its sum with x ends in the bits of the whole part
   const Doubles shifted = fma(x, fill_fp64(0x1.71547652b82fep0), shift);
   const Doubles n = sub(shifted, shift);
   Doubles r = fma(n, fill_fp64(-0x1.62e42fefa39efp-1), x);  // log(2) in two parts

@@ -1,4 +1,4 @@
-// Decoding steps as one call: all passes of a draft model, the target's pass, and its choices.
+// A decoding step in one call: all passes of a draft model, the target's pass, and its choices.
 #pragma once
 
 #include <chrono>
@@ -11,9 +11,9 @@ namespace baton {
 // Mirrored in structs.py, as are the following two.
 struct Proposals {
   const int32_t* counts;  // [num_rows]: tokens that each row proposes, in falling order
-  const Draw* draws;      // [num_rows]: how the row chooses the first of them
+  const Draw* draws;      // [num_rows]: the way in which the row chooses its first token
   int32_t* token_ids;     // [num_rows, counts[0]]
-  int32_t num_rows;       // rows of the first pass that propose; they come first
+  int32_t num_rows;       // number of rows that propose; they are first in the first pass
   int32_t unused;
 };
 
@@ -27,11 +27,11 @@ struct Choices {
   double forward_s;       // output: time of the pass
 };
 
-// Rows of a verification for which a draft model proposes tokens first.
+// The rows of a verification for which a draft model first proposes tokens.
 struct Drafting {
   const int32_t* rows;    // [num_rows]: their indices, in the draft model's order
   const int32_t* counts;  // [num_rows]: see Proposals
-  float* logits;          // [num_rows, vocab]: memory to work in
+  float* logits;          // [num_rows, vocab]: working memory
   int32_t num_rows;
   int32_t unused;
   double seconds;  // output: time of all passes of the draft model
@@ -44,7 +44,7 @@ inline double seconds_since(std::chrono::steady_clock::time_point begin) {
 // Chooses tokens with all threads of a team.
 class Chooser {
  public:
-  // Returns the draw for the position behind `drafted` tokens; `draw` is for the first position.
+  // A draw for the position after `drafted` tokens; `draw` is for the first position.
   struct Ask {
     const Draw* draw;
     const int32_t* drafted;
@@ -54,7 +54,8 @@ class Chooser {
   Chooser(Team& team, int vocab)
       : team_(team), vocab_(vocab), samplers_(team.size(), Sampler(vocab)) {}
 
-  // Chooses one token for each row of logits. False if a draw names an id outside the vocabulary.
+  // Chooses one token for each row of logits. Returns false if a draw names an id outside the
+  // vocabulary.
   bool choose(const std::vector<Ask>& asks, const float* logits, int64_t* tokens) {
     asks_ = &asks;
     logits_ = logits;
@@ -91,18 +92,18 @@ class Chooser {
   int64_t* tokens_ = nullptr;
 };
 
-// Proposes. The first pass computes the rows as given. Each further pass has the latest token of the
-// rows that propose more. Rows are sorted by the number of tokens they propose, highest first. So the
-// rows of a pass are always the first rows of the pass before.
+// Proposes tokens. The first pass computes the rows as given. Each further pass computes the latest
+// token of the rows that propose more tokens. Rows are sorted by the number of tokens they propose,
+// highest first. So the rows of a pass are always the first rows of the pass before.
 class Drafter {
  public:
-  // `logits`: of the rows that propose.
+  // `logits`: memory for the logits of the rows that propose.
   Drafter(Decoder& decoder, const Ragged& rows, float* logits, const Proposals& proposals)
       : decoder_(decoder), rows_(rows), logits_(logits), to_(proposals),
         chooser_(decoder.team(), decoder.vocab()), ones_(to_.num_rows, 1),
         ends_(rows.ends, rows.ends + to_.num_rows), latest_(to_.num_rows), keep_(to_.num_rows) {}
 
-  // False if a draw names an id that is not in the vocabulary.
+  // Returns false if a draw names an id that is not in the vocabulary.
   bool run() {
     int64_t end = -1;
     for (int r = 0; r < to_.num_rows; ++r) keep_[r] = end += rows_.lens[r];
@@ -122,7 +123,7 @@ class Drafter {
 
   int32_t* drafted(int row) { return to_.token_ids + static_cast<size_t>(row) * to_.counts[0]; }
 
-  // Computes the latest token of the first rows.
+  // Computes the latest tokens of the first `num_rows` rows.
   void extend(int num_rows) {
     for (int r = 0; r < num_rows; ++r) {
       ++ends_[r];
@@ -148,12 +149,12 @@ class Drafter {
   const Proposals& to_;
   Chooser chooser_;
   std::vector<int32_t> ones_, ends_;
-  std::vector<int64_t> latest_;  // of each row, the token that it chose last
-  std::vector<int64_t> keep_;    // of each row, the token whose logits it needs
+  std::vector<int64_t> latest_;  // the last token that each row chose
+  std::vector<int64_t> keep_;    // the token of each row whose logits are needed
   std::vector<Chooser::Ask> asks_;
 };
 
-// Verifies: computes rows with their proposed tokens behind them, and chooses at each position.
+// Verifies: computes rows followed by their proposed tokens, and chooses a token at each position.
 class Verifier {
  public:
   Verifier(Decoder& decoder, const Ragged& rows, float* logits, Choices& choices)
@@ -187,7 +188,7 @@ class Verifier {
              0};
   }
 
-  // False if a draw names an id that is not in the vocabulary.
+  // Returns false if a draw names an id that is not in the vocabulary.
   bool run() {
     const auto begin = std::chrono::steady_clock::now();
     decoder_.forward(rows_, {keep_.data(), logits_, static_cast<int32_t>(keep_.size()), 0});
@@ -206,8 +207,9 @@ class Verifier {
   Ragged rows_;
 };
 
-// Lets a draft model propose for rows of a verification: fills their places in `choices.proposed`.
-// `seen` are the rows as the draft model computes them. Returns false as above.
+// Lets a draft model propose tokens for rows of a verification, and writes them to
+// `choices.proposed`. `seen` are the rows in the form that the draft model computes. Returns false
+// if a draw names an id that is not in the vocabulary.
 inline bool propose(Decoder& draft, const Ragged& seen, Drafting& drafting, const Choices& choices,
                     int num_rows) {
   const auto begin = std::chrono::steady_clock::now();

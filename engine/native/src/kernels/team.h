@@ -1,8 +1,9 @@
-// Threads that run one function together, with barriers inside it.
+// Threads that run one function together, with barriers inside the function.
 //
-// OpenMP would do, but a worker's forward pass has a hundred parallel phases of a few microseconds,
-// and OpenMP's runtime is shared with torch. Here a pass is one job, with barriers between phases. A
-// barrier spins for a while and then yields, so cores can be shared with other processes.
+// OpenMP could do this, but a worker's forward pass has a hundred parallel phases of a few
+// microseconds, and OpenMP's runtime is shared with torch. Here a pass is one job, with barriers
+// between phases. A barrier spins for a while and then yields, so other processes can use the
+// cores.
 #pragma once
 
 #include <immintrin.h>
@@ -32,7 +33,7 @@ class Team {
 
   int size() const { return size_; }
 
-  // Runs job(context, i) for every thread i, the caller being thread 0.
+  // Runs job(context, i) for every thread i. The caller is thread 0.
   void run(Job job, void* context) {
     if (size_ > 1) {
       job_ = job;
@@ -44,7 +45,7 @@ class Team {
     barrier();
   }
 
-  // Returns when all threads have arrived. All of them see what each wrote before.
+  // Returns after all threads have arrived. Each thread then sees all earlier writes of the others.
   void barrier() {
     if (size_ == 1) return;
     uint32_t round = round_.load(std::memory_order_relaxed);
@@ -56,15 +57,15 @@ class Team {
     for (int i = 0; round_.load(std::memory_order_acquire) == round; ++i) pause(i);
   }
 
-  // A counter that hands out tasks; thread 0 resets it before a barrier.
+  // A counter that assigns tasks to threads; thread 0 resets it before a barrier.
   std::atomic<int> next_task{0};
 
  private:
-  // Cycles to spin for a job before sleeping: about the time between two decoding steps. Waking up
-  // takes five times as long as taking a job while spinning.
+  // Cycles for which a thread spins before it sleeps: about the time between two decoding steps.
+  // Waking up takes five times as long as receiving a job while spinning.
   static constexpr uint64_t kSpun = 250'000;
-  // Spins at a barrier before yielding. With fewer free cores than threads, two threads share a core.
-  // Then a spinning thread takes time from the thread that it waits for.
+  // Spins at a barrier before a thread yields. With fewer free cores than threads, two threads
+  // share a core, and a spinning thread delays the thread for which it waits.
   static constexpr int kBarrierSpins = 100;
 
   static void pause(int i) {
@@ -95,7 +96,7 @@ class Team {
   alignas(64) std::atomic<int> arrived_{0};
 };
 
-// A thread's part [begin, end) of `count` items, in equal shares.
+// A thread's part [begin, end) of `count` items, divided equally.
 struct Share {
   int begin, end;
   Share(int count, int thread, int size)

@@ -1,9 +1,10 @@
-// Products of 16-bit numbers and bytes, in whole numbers: attention over int8 KV.
+// Products of 16-bit numbers and bytes, as whole numbers: attention over int8 KV.
 //
-// Rows of numbers (queries, or weights of tokens) are multiplied by a panel of signed bytes (K or V),
-// laid out as weights are: [cols / 4][kPanel][4]. Every sum is exact, so it has the same bits however
-// it is computed: with AVX2 as products of 16 bits, with AVX-512 or AMX as products of the numbers'
-// lower and upper bytes. Few rows and many have ways of their own: see below.
+// Rows of numbers (queries, or weights of tokens) are multiplied by a panel of signed bytes (K or
+// V), whose layout is that of weights: [cols / 4][kPanel][4]. Every sum is exact, so its bits do
+// not depend on the way of computing it. AVX2 multiplies 16-bit numbers; AVX-512 and AMX multiply
+// the numbers' lower and upper bytes. There is different code for few rows and for many rows: see
+// below.
 #pragma once
 
 #include "gemm.h"
@@ -13,17 +14,17 @@ namespace baton {
 
 constexpr float kWholeMost = 127 * 256;               // the largest number
 constexpr float kWholeLeast = 1e-30f;                 // rows without larger elements count as zero
-constexpr int kWholeMaxCols = 512;                    // more inputs could exceed 32 bits
+constexpr int kWholeMaxCols = 512;                    // with more inputs, sums could exceed 32 bits
 constexpr int kWholeRows = BATON_AVX512 ? 7 : 4;      // of a block
 constexpr int kWholeZero = BATON_AVX512 ? 32768 : 0;  // added to numbers that may be negative
 
-// Bytes of a packed block.
+// The bytes of one packed block.
 inline size_t whole_bytes(int cols) {
   return static_cast<size_t>(2 * kWholeRows) * round_up(cols, kGroupBytes);
 }
 
-// Packs row r of `rows` for whole_product: the numbers round(x * inverse) + zero, for `cols` elements,
-// or rather more: x must have whole vectors.
+// Packs row r of `rows` for whole_product: the numbers round(x * inverse) + zero, for `cols`
+// elements or slightly more. The memory of x must consist of whole vectors.
 inline void pack_whole(const float* x, float inverse, int zero, int cols, int r, int rows,
                        uint8_t* to) {
 #if BATON_AVX512
@@ -146,15 +147,16 @@ BATON_INLINE void interleave(const uint8_t* const* tokens, size_t at, int8_t* to
 
 #if BATON_AVX512
 
-// For few rows, K and V go from the record to the products in registers. Sixteen tokens follow one
-// another there. Each row of numbers is an array of their lower bytes, then one of their upper bytes.
-// The functions are not inlined, because compilers keep fewer sums in registers in a large function.
+// For few rows, K and V go straight from the record to products in registers. A block's tokens are
+// consecutive there, in groups of sixteen. Each row of numbers is an array of the lower bytes, then
+// an array of the upper bytes. The functions are not inlined, because compilers keep fewer sums in
+// registers in a large function.
 
 BATON_INLINE void store_low_bytes(uint8_t* to, Words x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(x));
 }
 
-// Broadcasts four bytes of row r % R: of the lower ones if r < R, else of the upper ones.
+// Broadcasts four bytes of row r % R: lower bytes if r < R, otherwise upper bytes.
 template <int R>
 BATON_INLINE Words four_bytes(const uint8_t* rows, int cols, int r, int at) {
   int32_t four;
@@ -164,8 +166,8 @@ BATON_INLINE Words four_bytes(const uint8_t* rows, int cols, int r, int at) {
 
 constexpr int kKeyZero = 128;  // added to bytes of K, since vpdpbusd wants one factor unsigned
 
-// Rounds a query x [cols] to numbers of two signed bytes: the lower ones, and `apart` bytes on the upper
-// ones. Returns what undoes kKeyZero.
+// Rounds a query x [cols] to numbers of two signed bytes. The upper bytes are `apart` bytes after
+// the lower bytes. Returns the number that undoes kKeyZero.
 inline int32_t pack_query(const float* x, float inverse, int cols, int apart, uint8_t* to) {
   Words sum = fill_words(0);
   for (int i = 0; i < cols; i += kLanes) {
@@ -177,8 +179,8 @@ inline int32_t pack_query(const float* x, float inverse, int cols, int apart, ui
   return -kKeyZero * _mm512_reduce_add_epi32(sum);
 }
 
-// The products of R queries with K [16, cols]; cols are a multiple of kGroupBytes. Requests the lines
-// of `next` meanwhile.
+// Computes the products of R queries with K [16, cols]; cols is a multiple of kGroupBytes.
+// Prefetches the lines of `next` meanwhile.
 template <int R, class Next>
 __attribute__((noinline)) void few_scores(const uint8_t* queries, const int32_t* offsets,
                                           const uint8_t* tokens, int cols, Words* products,
@@ -202,7 +204,7 @@ __attribute__((noinline)) void few_scores(const uint8_t* queries, const int32_t*
       transpose_fours(quads[g]);
     }
 #pragma GCC unroll 4
-    for (int c = 0; c < 4; ++c) {  // products amid the shuffles, which take other units
+    for (int c = 0; c < 4; ++c) {  // between the shuffles, because other units multiply
       Vec columns[4];
       join_fours(quads, c, columns);
 #pragma GCC unroll 4
@@ -220,8 +222,8 @@ __attribute__((noinline)) void few_scores(const uint8_t* queries, const int32_t*
   for (int r = 0; r < R; ++r) products[r] = add(sums[r], shifted_left(sums[R + r], 8));
 }
 
-// The order in which few_values leaves sums of 64 dimensions: vector j has 16 L + 4 j … 16 L + 4 j + 3
-// in its L-th quarter. Doing it twice restores the order.
+// Reorders the sums of 64 dimensions that few_values computes: vector j has 16 L + 4 j … 16 L + 4 j
+// + 3 in its L-th quarter. Two calls restore the order.
 BATON_INLINE void exchange_quarters(float* sums) {
   const Vec a = load(sums), b = load(sums + 16), c = load(sums + 32), d = load(sums + 48);
   const Vec even_low = _mm512_shuffle_f32x4(a, b, 0x88),
@@ -234,8 +236,8 @@ BATON_INLINE void exchange_quarters(float* sums) {
 }
 
 // sums [R, padded] = fades [R] * sums + weights [R, 16 * groups] times V, for 64 dimensions from
-// `first` on; `steps` has the value of one unit in each row of weights; rows lie `apart`.
-// Prefetches an equal part of V at `next`.
+// `first` on. `steps` is the unit of each row of weights; rows are `apart` bytes apart. Prefetches
+// an equal part of V at `next`.
 template <int R>
 __attribute__((noinline)) void few_values(const uint8_t* weights, const float* steps,
                                           const float* fades, const uint8_t* const* tokens,
@@ -293,27 +295,27 @@ __attribute__((noinline)) void few_values(const uint8_t* weights, const float* s
 
 #if BATON_AMX
 
-// For many rows, sixteen queries are the lanes of a vector, so that nothing is summed or compared
+// For many rows, sixteen queries are the lanes of a vector, so that no operation sums or compares
 // across lanes.
 
 constexpr int kManyBytes = 2 * kLanes * kWord;  // lower and upper bytes of sixteen queries' words
 
 struct alignas(64) SixteenQueries {
-  float steps[kLanes];      // the value of one unit in each query's numbers
+  float steps[kLanes];      // the unit of each query's numbers
   int32_t offsets[kLanes];  // see pack_query
-  int32_t ends[kLanes];     // one beyond the last token that each query sees
+  int32_t ends[kLanes];     // the last token that each query attends to, plus one
   float peaks[kLanes], totals[kLanes];
 };
 
-// The weights of a tile's tokens that sixteen queries have.
+// The weights of a tile's tokens for sixteen queries.
 template <int kTokens>
 struct alignas(64) SixteenWeights {
-  uint8_t numbers[kLanes][2 * kTokens];  // lower bytes, then upper ones
-  float steps[kLanes];                   // the value of one unit
+  uint8_t numbers[kLanes][2 * kTokens];  // lower bytes, then upper bytes
+  float steps[kLanes];                   // the unit of the numbers
   float fades[kLanes];                   // factors of the sums so far
 };
 
-// Turns queries as pack_query writes them [16, 2, cols] into a panel: [cols / 4][2][16][4].
+// Makes a panel from queries in the form of pack_query [16, 2, cols]: [cols / 4][2][16][4].
 inline void pack_sixteen(const uint8_t* queries, int cols, uint8_t* panel) {
   for (int half = 0; half < 2; ++half) {
     const uint8_t* rows[kLanes];
@@ -334,7 +336,7 @@ inline void pack_weights(const float* weights, Vec inverse, uint8_t* numbers) {
   static_assert(2 * kTokens == kGroupBytes);
   alignas(64) uint8_t words[kLanes][kGroupBytes];
   const uint8_t* rows[kLanes];
-  // Bytes 0 and 2 of each word of both vectors.
+  // Bytes 0 and 2 of each word, of both vectors.
   const Words lower = _mm512_add_epi8(
       _mm512_mullo_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0),
                          fill_words(0x04040404)),
@@ -360,7 +362,7 @@ inline void pack_weights(const float* weights, Vec inverse, uint8_t* numbers) {
 
 #endif
 
-// sums + the four signed bytes of each word.
+// Returns sums plus the four signed bytes of each word.
 BATON_INLINE Words add_bytes(Words sums, Vec words) {
 #if BATON_AVX512
   return _mm512_dpbusd_epi32(sums, _mm512_set1_epi8(1), _mm512_castps_si512(words));

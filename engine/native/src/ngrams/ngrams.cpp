@@ -1,7 +1,7 @@
-// Matches of n-grams: decode/ngram.py defines them, and is their slow twin.
+// Finds matches of n-grams. decode/ngram.py defines them, and does the same slowly.
 //
-// There is no index. A search reads four bytes of each token, while the step that follows reads the
-// K and V of each: hundreds of times as many.
+// There is no index. A search reads four bytes of each token. The step that follows reads the K and
+// V of each token: hundreds of times as many bytes.
 #include <algorithm>
 #include <cstdint>
 #include <vector>
@@ -9,8 +9,8 @@
 namespace {
 
 constexpr int kLongest = 4, kShortest = 2;
-constexpr int kLonger[] = {16, 8};  // lengths reported for matches beyond the longest size
-constexpr int kAtOnce = 16;         // places that are searched together, in a few instructions
+constexpr int kLonger[] = {16, 8};  // lengths reported for longer matches
+constexpr int kAtOnce = 16;         // places that a few instructions compare together
 
 class Sequence {
  public:
@@ -18,14 +18,14 @@ class Sequence {
     tokens_.insert(tokens_.end(), tokens, tokens + count);
   }
 
-  // Sets where the match begins, and returns its length; 0 if there is none.
+  // Sets `start` to the beginning of the match, and returns its length; 0 if there is no match.
   int find(int32_t* start) const {
     const int num = static_cast<int>(tokens_.size());
     if (num <= kShortest) return 0;
     const int32_t* tokens = tokens_.data();
     const int32_t last = tokens[num - 1], before = tokens[num - 2];
     int found = 0;
-    int end = num - 1;  // a run that occurred before ends here, or earlier
+    int end = num - 1;  // an earlier match ends here or before
     const auto look_at = [&](int place) {
       if (tokens[place - 1] != last || tokens[place - 2] != before) return;
       const int size = common(place, num, kLongest);
@@ -64,8 +64,8 @@ extern "C" {
 void* baton_ngrams_open() { return new Sequence; }
 void baton_ngrams_close(void* sequence) { delete static_cast<Sequence*>(sequence); }
 
-// For each of `num` sequences: appends its new tokens, which follow one another in `tokens`, and
-// finds its match.
+// For each of `num` sequences: appends its new tokens from `tokens`, where the sequences' tokens
+// follow one another, and finds the sequence's match.
 void baton_ngrams_look(void* const* sequences, int32_t num, const int32_t* counts,
                        const int32_t* tokens, int32_t* starts, int32_t* lengths) {
   for (int i = 0; i < num; tokens += counts[i++]) {

@@ -1,7 +1,8 @@
-// The peaks of this processor: loops that only multiply, in registers, or only read.
+// Measures the peaks of this processor, by loops that only multiply in registers, or only read
+// memory.
 //
 // The loops are written in assembler, because compilers add moves. All threads begin together; the
-// slowest ends the measurement.
+// measurement ends with the slowest thread.
 #include <immintrin.h>
 
 #include <barrier>
@@ -23,8 +24,8 @@ namespace {
   "cc", "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10", \
       "xmm11", "xmm12", "xmm13", "xmm14", "xmm15"
 
-// Registers 0 … 11 are sums, 12 … 14 factors. Their values do not matter, except that none is
-// subnormal: all are zero.
+// Registers 0 … 11 are sums, 12 … 14 are factors. All values are zero. Their only requirement is
+// that none is subnormal.
 #define SUMS(one) \
   one(0) one(1) one(2) one(3) one(4) one(5) one(6) one(7) one(8) one(9) one(10) one(11)
 #define CLEAR "vzeroall\n"
@@ -105,7 +106,7 @@ void multiply_tiles(int64_t) {}
 
 volatile int32_t sink;
 
-// Reads whole lines. Without `ahead` the processor alone guesses what to fetch.
+// Reads whole cache lines. Without `ahead`, only the processor's own prefetching is used.
 void read(const uint8_t* from, int64_t bytes, int64_t ahead) {
   __m256i sums[8] = {};
   for (int64_t i = 0; i + 256 <= bytes; i += 256) {
@@ -127,7 +128,7 @@ double seconds(int threads, Work work) {
   std::barrier together(threads);
   std::vector<Clock::time_point> begins(threads), ends(threads);
   const auto run = [&](int thread) {
-    work(thread, 1);  // wakes the wide units
+    work(thread, 1);  // switches the processor's wide units on
     together.arrive_and_wait();
     begins[thread] = Clock::now();
     work(thread, 0);
@@ -156,14 +157,14 @@ double rate(int threads, int64_t rounds, double ops_of_round, Loop loop) {
 
 extern "C" {
 
-// Operations a second of `threads` threads; a multiplication and an addition are two.
+// Operations per second of `threads` threads; a multiplication and an addition count as two.
 double peaks_fp32(int32_t threads, int64_t rounds) {
   return rate(threads, rounds, 2 * 12 * kFlopsOfFma, multiply_floats);
 }
 double peaks_int8(int32_t threads, int64_t rounds) {
   return rate(threads, rounds, 2 * 12 * kOpsOfBytes, multiply_bytes);
 }
-// 0 without AMX.
+// Operations per second of AMX; 0 without AMX.
 double peaks_int8_tiles(int32_t threads, int64_t rounds) {
   if (!has_tiles()) return 0;
   return rate(threads, rounds, 4 * 2 * 16.0 * 16 * 64, multiply_tiles<true>);
@@ -173,7 +174,7 @@ double peaks_bf16_tiles(int32_t threads, int64_t rounds) {
   return rate(threads, rounds, 4 * 2 * 16.0 * 16 * 32, multiply_tiles<false>);
 }
 
-// Bytes a second that `threads` threads read of `memory`, each a part of its own, once. `memory` is
+// Bytes per second of `threads` threads that each read their own part of `memory` once. `memory` is
 // aligned to 64 bytes.
 double peaks_read(int32_t threads, const uint8_t* memory, int64_t bytes, int64_t ahead) {
   const int64_t part = bytes / threads / 256 * 256;

@@ -71,7 +71,7 @@ class Aegis {
   static constexpr int64_t kTagBytes = 32;
 
   Aegis(const uint8_t* key, const uint8_t* nonce) {
-    // Fibonacci numbers modulo 256.
+    // The Fibonacci numbers modulo 256.
     static constexpr uint8_t kC0[kLane] = {0x00, 0x01, 0x01, 0x02, 0x03, 0x05, 0x08, 0x0d,
                                            0x15, 0x22, 0x37, 0x59, 0x90, 0xe9, 0x79, 0x62};
     static constexpr uint8_t kC1[kLane] = {0xdb, 0x3d, 0x18, 0x55, 0x6d, 0xc2, 0x2f, 0xf1,
@@ -94,7 +94,7 @@ class Aegis {
     }
   }
 
-  // Takes in bytes that lie open.
+  // Absorbs bytes that are authenticated but not encrypted.
   void absorb(const uint8_t* bytes, int64_t num_bytes) {
     in_blocks(num_bytes, [&](int64_t at, int64_t num) {
       uint8_t block[kBlock] = {};
@@ -122,7 +122,7 @@ class Aegis {
     const int64_t whole = num_bytes / kBlock * kBlock;
     if (reinterpret_cast<uintptr_t>(out) % sizeof(Word) == 0) {
       for (int64_t i = 0; i < whole; i += kBlock) open_block(out + i, in + i, store_past_caches);
-      _mm_sfence();  // such stores are not ordered with those that hand the bytes over
+      _mm_sfence();  // these stores are not ordered with the stores that publish the bytes
     } else {
       for (int64_t i = 0; i < whole; i += kBlock) open_block(out + i, in + i, store_word);
     }
@@ -161,7 +161,7 @@ class Aegis {
     return in_each_lane(_mm_loadu_si128(reinterpret_cast<const __m128i*>(lane)));
   }
 
-  // Calls with the place and the size of each block; the last one may be shorter.
+  // Calls `use` with the place and size of each block. The last block may be shorter.
   template <class Use>
   static void in_blocks(int64_t num_bytes, Use use) {
     for (int64_t i = 0; i < num_bytes; i += kBlock) use(i, std::min(kBlock, num_bytes - i));
@@ -216,7 +216,7 @@ inline int aegis_seal(uint8_t* out, uint8_t* tag, unsigned long long*, const uin
   return 0;
 }
 
-// Returns 0 if the message is its sender's. Otherwise `out` is cleared.
+// Returns 0 if the tag proves that the message comes from the sender. Otherwise clears `out`.
 inline int aegis_open(uint8_t* out, uint8_t*, const uint8_t* in, unsigned long long in_bytes,
                       const uint8_t* tag, const uint8_t* open, unsigned long long open_bytes,
                       const uint8_t* nonce, const uint8_t* key) {
@@ -225,7 +225,7 @@ inline int aegis_open(uint8_t* out, uint8_t*, const uint8_t* in, unsigned long l
   state.open(out, in, static_cast<int64_t>(in_bytes));
   uint8_t expected[Aegis::kTagBytes];
   state.finish(expected, open_bytes, in_bytes);
-  uint8_t difference = 0;  // of all bytes, in a time that does not tell where they differ
+  uint8_t difference = 0;  // of all bytes; the time does not reveal which bytes differ
   for (int i = 0; i < Aegis::kTagBytes; ++i) difference |= expected[i] ^ tag[i];
   if (difference == 0) return 0;
   std::memset(out, 0, in_bytes);

@@ -1,8 +1,9 @@
 // Converts records from one KV format to another, token by token.
 //
-// engine/layout.py defines formats and record. Rounding is that of engine/model/attention/kvcache.py,
-// bit for bit, and formats.py has the same in numpy. Loops are written for the compiler to vectorise:
-// minima and maxima are taken of integers, which it may reorder.
+// engine/layout.py defines the formats and the record. Numbers are rounded as in
+// engine/model/attention/kvcache.py, bit for bit. formats.py does the same in numpy. Loops are
+// written so that the compiler can vectorise them: minima and maxima are computed of integers,
+// which the compiler may reorder.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +20,7 @@ namespace baton {
 enum Format : int32_t { kFp32 = 0, kBf16 = 1, kFp8 = 2, kInt8 = 3, kInt4 = 4 };
 
 constexpr int kScaleBytes = 4;
-constexpr uint32_t kMagnitude = 0x7FFFFFFF;  // all bits of a float but its sign
+constexpr uint32_t kMagnitude = 0x7FFFFFFF;  // all bits of a float except its sign
 
 // The place of one section in records of one format; mirrored in structs.py.
 struct Heads {
@@ -32,7 +33,7 @@ struct Heads {
 // One section of both records; mirrored in structs.py.
 struct Section {
   Heads source, sink;
-  int64_t num_heads;  // K's and V's of all layers
+  int64_t num_heads;  // number of heads of K and V, in all layers
   int64_t head_dim;
 };
 
@@ -47,11 +48,11 @@ inline uint16_t float_to_bf16(float x) {  // halves to even; NaN stays NaN
   return static_cast<uint16_t>(is_nan ? (bits >> 16) | 0x40 : rounded);
 }
 
-// Halves round to even. Numbers must be within 448; larger ones would give a wrong result.
+// Halves round to even. Numbers must not exceed 448; for larger numbers the result is wrong.
 inline uint8_t float_to_fp8(float x) {
   const uint32_t bits = std::bit_cast<uint32_t>(x);
   const uint32_t magnitude = bits & kMagnitude;
-  // Below 2^-6 the sum with 2^14 rounds to a whole number of 2^-9, the smallest step.
+  // Below 2^-6, adding 2^14 rounds to a whole number of 2^-9, the smallest step.
   const uint32_t small =
       std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 16384.0f) - 0x46800000u;
   const uint32_t large = (magnitude - (120u << 23) + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20;
@@ -67,7 +68,7 @@ inline float fp8_to_float(uint8_t x) {
   return std::bit_cast<float>((magnitude < 8 ? small : large) | sign);
 }
 
-// With a scale or step of zero, the stored number is the remainder, about zero.
+// If a scale or step is zero, the stored number is the remainder, which is almost zero.
 inline float divisor(float scale) { return scale == 0 ? 1.0f : scale; }
 
 inline float largest_magnitude(const float* x, int64_t n) {
@@ -77,7 +78,7 @@ inline float largest_magnitude(const float* x, int64_t n) {
   return std::bit_cast<float>(largest);
 }
 
-// Integers in the order of floats (with -0 below 0), and back.
+// Maps floats to integers of the same order (with -0 below 0), and back.
 inline int32_t ordered(int32_t bits) { return bits ^ ((bits >> 31) & kMagnitude); }
 
 struct Range {
@@ -94,7 +95,7 @@ inline Range range(const float* x, int64_t n) {
   return {std::bit_cast<float>(ordered(low)), std::bit_cast<float>(ordered(high))};
 }
 
-// Clamps x to -limit ... limit; NaN becomes one of the limits.
+// Clamps x to low ... high; NaN becomes one of the limits.
 inline float clamped(float x, float low, float high) {
   const float above = x > low ? x : low;
   return above < high ? above : high;

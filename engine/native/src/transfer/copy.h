@@ -1,6 +1,6 @@
-// Copies scattered records, and computes a frame's checksum while it is filled or emptied.
+// Copies scattered records, and computes a frame's checksum while the frame is filled or emptied.
 //
-// A frame is a sequence of records without gaps, as it travels.
+// A frame is a sequence of records without gaps, in the form in which it is sent.
 #pragma once
 
 #include <algorithm>
@@ -17,8 +17,9 @@ struct Piece {
   int64_t source_offset, sink_offset, num_bytes;
 };
 
-// Lines of both sides are prefetched this far ahead, the sink's for writing. The processor prefetches
-// only within a page by itself, and must read a line before it writes a part of it.
+// Lines of source and sink are prefetched this far ahead, the sink's lines for writing. The
+// processor itself prefetches only within a page, and must read a line before it writes a part of
+// the line.
 constexpr int64_t kAheadBytes = 1024;
 constexpr int64_t kChunkBytes = 512;
 
@@ -30,7 +31,7 @@ inline void prefetch_chunk(const Run& run, int64_t offset) {
   }
 }
 
-// `seen` gets the copied bytes while they are in the nearest cache.
+// `seen` receives the copied bytes while they are in the nearest cache.
 template <class Seen>
 void copy_run(const Run& run, const Run& next, Seen& seen) {
   int64_t i = 0;
@@ -48,8 +49,8 @@ void copy_run(const Run& run, const Run& next, Seen& seen) {
   seen(run.sink + run.num_bytes, run.source + run.num_bytes);
 }
 
-// Copies runs in order, each once the next one is known. `seen(sink, source)` is called with the ends
-// of the part of a run that has been copied.
+// Copies runs in order. Each run is copied when the next run is known. Calls `seen(sink, source)`
+// with the ends of the copied part of a run.
 template <class Seen>
 class SeenCopier {
  public:
@@ -74,7 +75,7 @@ class SeenCopier {
   Run last_{nullptr, nullptr, 0};
 };
 
-// The copies to make: the pieces of record i of one side go to record i of the other.
+// The copies to make: each piece of record i of the source goes to record i of the sink.
 struct Copies {
   const Records &sink, &source;
   int64_t count;
@@ -96,7 +97,7 @@ struct Copies {
     return true;
   }
 
-  // True if the same holds for the whole sink.
+  // True if the bytes of the whole sink are written in ascending order, none twice.
   bool ascend_at_sink() const { return sink.ids == nullptr && ascend_in_records(); }
 
   template <class Seen>
@@ -132,7 +133,7 @@ inline bool can_be_hashed(const Records& frame) { return frame_bytes(frame) >= X
 // Measured as above, with blocks of 64 KiB and frames of 2 MiB: copying and hashing at once takes 0.82
 // of the time of both in turn, and 1.1 of the time of the copy alone.
 
-// Fills a frame; returns its checksum.
+// Fills a frame. Returns its checksum.
 inline uint64_t gather(const Copies& copies) {
   Xxh3 hash(copies.sink.bytes, frame_bytes(copies.sink));
   if (copies.ascend_at_sink()) {
@@ -143,7 +144,8 @@ inline uint64_t gather(const Copies& copies) {
   return hash.digest();
 }
 
-// Copies from a frame; returns the checksum of all of it. Rows that are not copied are read too.
+// Copies from a frame. Returns the checksum of the whole frame, so rows that are not copied are
+// read too.
 inline uint64_t scatter(const Copies& copies) {
   Xxh3 hash(copies.source.bytes, frame_bytes(copies.source));
   copies.perform([&](const uint8_t*, const uint8_t* source) { hash.advance(source); });

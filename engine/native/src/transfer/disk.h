@@ -1,14 +1,15 @@
 // Moves blocks between rows of memory and slots of files, on a thread of its own.
 //
-// A slot's header lies in a table, in another file. A write clears the header, then writes the
-// payload, then the header: a crash in between leaves an empty slot, never a wrong block. Payloads
-// bypass the page cache (O_DIRECT) through io_uring. Headers go through the page cache, which
-// outlives the process; these writes take microseconds and are made in line.
+// A slot's header is in a table, in another file. A write first clears the header, then writes the
+// payload, then the header. So a crash in between leaves an empty slot, never a wrong block.
+// Payloads bypass the page cache (O_DIRECT) through io_uring. Headers use the page cache, which
+// outlives the process; these writes take microseconds, so the engine's thread waits for them.
 //
-// A read ends in a buffer of this engine. Only verified bytes are copied to the row, under the lock
-// that `cancel` and `close` take. So once these return, nothing is written to the row any more, even
-// if the disk hangs. In the same way a write that is given up leaves no header: its row may be in
-// other use already, and then the payload and its checksum are not of the block in the header.
+// A read first fills a buffer of this engine. Only verified bytes are copied to the row, under the
+// lock that `cancel` and `close` acquire. So after these functions have returned, nothing is
+// written to the row, even if the disk hangs. In the same way, a cancelled write leaves no header:
+// its row may be in other use already, and then the payload and its checksum do not belong to the
+// block in the header.
 #pragma once
 
 #include <pthread.h>
@@ -42,7 +43,7 @@ struct Header {
 };
 static_assert(sizeof(Header) == 128);
 
-// XXH3-64; short input is hashed with zeros behind it (see xxh3.h).
+// XXH3-64. Short input is padded with zeros before it is hashed (see xxh3.h).
 inline uint64_t disk_checksum(const uint8_t* bytes, int64_t num_bytes) {
   if (num_bytes >= Xxh3::kFewestBytes) return Xxh3(bytes, num_bytes).digest();
   uint8_t padded[256]{};
@@ -56,9 +57,9 @@ inline uint64_t header_checksum(const Header& header) {
 
 enum Kind : int32_t { kRead = 0, kWrite = 1, kClear = 2 };
 
-// These three are mirrored in structs.py.
+// Mirrored in structs.py, with the next two structures.
 struct DiskFiles {
-  int64_t stride_bytes;  // distance of slots: a multiple of kAlignment
+  int64_t stride_bytes;  // distance from slot to slot: a multiple of kAlignment
   int64_t payload_bytes;
   int32_t table_fd;
   int32_t done_fd;  // an eventfd that is signalled when there are outcomes
@@ -67,19 +68,19 @@ struct DiskFiles {
 
 struct DiskOperation {
   uint64_t tag;
-  int64_t offset;        // of the slot in its slab
-  int64_t table_offset;  // of its header in the table
+  int64_t offset;        // offset of the slot in its slab
+  int64_t table_offset;  // offset of the slot's header in the table
   uint8_t* row;
   uint64_t checksum;  // the checksum that a read expects
   int32_t slab_fd;
   Kind kind;
-  Header header;  // the header that a write leaves, without checksums
+  Header header;  // header that a write leaves, without checksums
 };
 
 struct DiskOutcome {
   uint64_t tag;
   uint64_t checksum;  // checksum of the written payload
-  int64_t error;      // 0, an errno, or one of those below
+  int64_t error;      // 0, an errno, or one of the next two constants
 };
 
 constexpr int64_t kShort = -1;    // the file ends within the slot
@@ -99,7 +100,7 @@ class DiskEngine {
 
   // Returns 0 or an errno.
   int open() {
-    // One entry each, and one to wake up.
+    // One entry for each operation, and one for waking up.
     if (const int error = ring_.open(static_cast<uint32_t>(files_.depth) + 1)) return error;
     wake_fd_ = eventfd(0, EFD_CLOEXEC);
     if (wake_fd_ < 0) return errno;
@@ -131,15 +132,16 @@ class DiskEngine {
     return count;
   }
 
-  // Its outcome still comes. A read writes to its row no more, a write leaves no header.
+  // The operation still has an outcome. A cancelled read does not write to its row, and a cancelled
+  // write leaves no header.
   void cancel(uint64_t tag) {
     const std::lock_guard lock(mutex_);
     cancelled_.insert(tag);
   }
 
-  // No read writes to its row any more. Waits for what has been submitted. Returns false if that has
-  // not ended by then: no header is written any more, and this engine and its files must be left as
-  // they are.
+  // Stops reads from writing to their rows. Waits for submitted operations. Returns false if they
+  // have not ended in time. Then no header is written any more, and the caller must keep this
+  // engine and its files as they are.
   bool close(double timeout_s) {
     std::unique_lock lock(mutex_);
     is_closing_ = true;
@@ -155,8 +157,8 @@ class DiskEngine {
  private:
   struct Flight {
     DiskOperation operation;
-    uint8_t* buffer;  // of this flight, aligned
-    uint8_t* bytes;   // what is read or written: the buffer, or a row that is aligned itself
+    uint8_t* buffer;  // aligned buffer of this operation
+    uint8_t* bytes;   // the bytes to read or write: the buffer, or a row that is aligned itself
     int64_t num_done;
     uint64_t checksum;
   };
@@ -168,12 +170,12 @@ class DiskEngine {
 
   static void signal(int fd) {
     const uint64_t one = 1;
-    // It fails only if 2^64 signals wait already.
+    // This write fails only if 2^64 signals already wait.
     [[maybe_unused]] const auto written = ::write(fd, &one, sizeof one);
   }
 
   int start_thread() {
-    sigset_t all, before;  // signals are for Python's main thread
+    sigset_t all, before;  // only Python's main thread handles signals
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     int error = 0;
@@ -208,7 +210,7 @@ class DiskEngine {
     ring_.push(IORING_OP_READ, wake_fd_, &num_wakes_, sizeof num_wakes_, 0, kWake);
   }
 
-  // Returns false if all has ended and no more may start.
+  // Returns false if all operations have ended and no further ones may start.
   bool start_arrivals() {
     for (DiskOperation operation; take_arrival(operation);) start(operation);
     const std::lock_guard lock(mutex_);
@@ -239,7 +241,7 @@ class DiskEngine {
       prepare_payload(flight);
     }
     request(flight);
-    // The next step needs processor time, so the disk is started first.
+    // The next step needs processor time, so the disk starts first.
     ring_.enter(0);
   }
 
@@ -255,7 +257,7 @@ class DiskEngine {
     flight.checksum = disk_checksum(flight.bytes, num_bytes);
   }
 
-  // Submits the missing rest to the kernel.
+  // Submits the part of an operation that is not done yet to the kernel.
   void request(const Flight& flight) {
     const DiskOperation& operation = flight.operation;
     ring_.push(operation.kind == kRead ? IORING_OP_READ : IORING_OP_WRITE, operation.slab_fd,
@@ -316,7 +318,7 @@ class DiskEngine {
   uint64_t num_wakes_ = 0;
   void* buffers_ = MAP_FAILED;
   std::vector<Flight> flights_;
-  std::vector<int32_t> idle_;  // flights; of the engine's thread, once it runs
+  std::vector<int32_t> idle_;  // idle flights; only the engine's thread uses them
   std::thread thread_;
 
   std::mutex mutex_;  // guards all fields below

@@ -55,8 +55,8 @@ inline void copy_line_past_caches(uint8_t* sink, const uint8_t* source) {
 #endif
 }
 
-// Copies runs in any order, four segments at a time. All bytes are in place when it is destroyed, for
-// other threads too.
+// Copies runs in any order, four segments at a time. The destructor returns after all bytes are
+// visible, also to other threads.
 class PastCaches {
  public:
   PastCaches() = default;
@@ -65,7 +65,7 @@ class PastCaches {
 
   ~PastCaches() {
     while (num_segments_ > 0) copy_side_by_side();
-    _mm_sfence();  // such stores are not ordered with those that hand the bytes over
+    _mm_sfence();  // these stores are not ordered with the stores that publish the bytes
   }
 
   void add(Run run) {
@@ -84,7 +84,7 @@ class PastCaches {
   static constexpr int64_t kStepBytes = 2 * kLineBytes;
   static constexpr int kAtOnce = 4;
 
-  // Copies what is not a whole step of lines of the sink; returns the rest.
+  // Copies the ends of a run that do not fill whole steps of the sink's lines. Returns the rest.
   static Run without_ends(const Run& run) {
     const int64_t past = reinterpret_cast<uintptr_t>(run.sink) % kLineBytes;
     const int64_t head = std::min(past ? kLineBytes - past : 0, run.num_bytes);
@@ -95,7 +95,7 @@ class PastCaches {
     return {run.sink + head, run.source + head, body};
   }
 
-  // Copies the oldest segments, and prefetches the beginnings of those behind them.
+  // Copies the oldest segments, and prefetches the beginnings of the segments after them.
   void copy_side_by_side() {
     const int num = std::min(num_segments_, kAtOnce);
     int64_t longest = 0;

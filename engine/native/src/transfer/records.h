@@ -6,7 +6,8 @@
 
 namespace baton {
 
-// Rows of bytes and the chosen ids; mirrored in structs.py. `ids` is null for 0 ... count - 1.
+// Rows of bytes, and the ids of the chosen rows; mirrored in structs.py. `ids` null: 0 ... count -
+// 1.
 struct Records {
   uint8_t* bytes;
   int64_t stride;

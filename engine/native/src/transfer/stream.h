@@ -35,13 +35,13 @@ struct Cipher {
               const uint8_t* nonce, const uint8_t* key);
 };
 
-// The state in which a call ended; mirrored in stream.py.
+// The state after a call; mirrored in stream.py.
 enum class Stop : int32_t {
   kBlocked = 0,  // the call must be repeated when the connection is ready
-  kDone = 1,     // all is sent
+  kDone = 1,     // everything is sent
   kMore = 2,     // the budget is used up
   kNote = 3,     // a note has arrived
-  kLost = 4,     // the connection
+  kLost = 4,     // the connection is lost
   kBad = 5,      // the received bytes are not the peer's next message
 };
 
@@ -59,9 +59,9 @@ constexpr int64_t kMaxNoteBytes = 64 * 1024;
 constexpr int64_t kLongestBytes = kBeginningBytes + kMaxNoteBytes + kTagBytes;  // of a message
 constexpr int64_t kStagedBytes = 512 * 1024;
 
-// Waits a moment for a connection, unless anything else is ready, which the descriptor `others` of an
-// epoll tells; not at all if that is negative. A thread that returns to Python and is woken for each few
-// parts takes twice as long.
+// Waits a moment until the connection is ready, or until the epoll descriptor `others` reports that
+// anything else is ready. If `others` is negative, does not wait. Without this wait, a thread would
+// return to Python and be woken for each few parts, which takes twice as long.
 inline bool wait_for(int fd, int16_t events, int others) {
   constexpr int kMaxMs = 5;
   if (others < 0) return false;
@@ -69,13 +69,13 @@ inline bool wait_for(int fd, int16_t events, int others) {
   return poll(ready, 2, kMaxMs) > 0 && ready[0].revents != 0;
 }
 
-// Makes a connection count as readable only when this number of bytes has arrived. A wake-up costs
-// the sender as much as sending tens of KiB.
+// Makes a connection readable only after this number of bytes has arrived. A wake-up costs as much
+// of the sender's time as sending tens of KiB.
 class LowMark {
  public:
   explicit LowMark(int fd) : fd_(fd) {}
 
-  // Returns true if that is a change.
+  // Returns true if the mark has changed.
   bool set(int64_t num_bytes) {
     const int wanted = static_cast<int>(std::clamp<int64_t>(num_bytes, 1, kMostBytes));
     if (wanted == now_) return false;
@@ -90,7 +90,7 @@ class LowMark {
   int now_ = 1;
 };
 
-// The place in a frame of records where a stream goes on.
+// The place in a frame of records at which a stream continues.
 struct Position {
   int64_t record = 0, offset = 0;
 
@@ -144,7 +144,8 @@ class Sender {
  public:
   Sender(int fd, const Numbered& box) : fd_(fd), box_(box) {}
 
-  // Seals a note, after which come the records of another frame. Returns false without room for it.
+  // Seals a note. The records of another frame follow the note. Returns false if there is no room
+  // for it.
   bool note(const uint8_t* bytes, int64_t num_bytes) {
     const int64_t needed = kBeginningBytes + num_bytes + kTagBytes;
     if (num_bytes > kMaxNoteBytes || end_ + needed > kStagedBytes) return false;
@@ -154,7 +155,8 @@ class Sender {
     return true;
   }
 
-  // Sends what is sealed, then seals and sends the frame's records, as far as the connection takes it.
+  // Sends sealed messages, then seals and sends the frame's records, as far as the connection
+  // accepts them.
   Stop send(const Records& records, int64_t count, int64_t budget, int others) {
     for (;;) {
       while (begin_ < end_) {
@@ -184,23 +186,23 @@ class Sender {
   int fd_;
   Numbered box_;
   Position at_;
-  std::unique_ptr<uint8_t[]> staged_{new uint8_t[kStagedBytes]};  // sealed
+  std::unique_ptr<uint8_t[]> staged_{new uint8_t[kStagedBytes]};  // sealed messages
   int64_t begin_ = 0, end_ = 0;                                   // range of the unsent bytes
 };
 
-// What one call received; mirrored in stream.py.
+// The result of one call that receives; mirrored in stream.py.
 struct Received {
   const uint8_t* note;  // valid until the next call
   int64_t note_bytes;
-  int64_t num_records;  // of the frame before the note, opened so far
+  int64_t num_records;  // records of the frame before the note that were opened so far
 };
 
 class Receiver {
  public:
   Receiver(int fd, const Numbered& box) : fd_(fd), mark_(fd), box_(box) {}
 
-  // Receives and opens the frame's records into those that the ids name, until a note has come. A record
-  // with a negative id is passed over.
+  // Receives the frame's records, opens them, and writes them to the rows that the ids name, until
+  // a note arrives. A record with a negative id is skipped.
   Stop receive(const Records& records, int64_t count, int64_t budget, int others,
                Received* received) {
     received->num_records = at_.record;
@@ -225,7 +227,7 @@ class Receiver {
         } else if (!mark_.set(1)) {
           return Stop::kBlocked;
         }
-        continue;  // an epoll does not tell what came before the mark was set
+        continue;  // an epoll does not report bytes that arrived before the mark was set
       }
       if (num <= 0) return Stop::kLost;
       end_ += num;
@@ -251,12 +253,12 @@ class Receiver {
     return kind == Kind::kPart && at_.record < count && num_bytes == at_.part_bytes(records);
   }
 
-  // Of the frame, at least.
+  // The minimum number of bytes that the rest of the frame needs.
   int64_t bytes_to_come(const Records& records, int64_t count) const {
     return (count - at_.record) * records.record_bytes - at_.offset - (end_ - begin_);
   }
 
-  // Opens the next message, which has arrived completely.
+  // Opens the next message, all of whose bytes have arrived.
   Stop take(const Records& records, int64_t count, Received* received) {
     if (!is_expected(records, count)) return Stop::kBad;
     const auto [kind, num_bytes] = beginning();
@@ -282,10 +284,10 @@ class Receiver {
   Numbered box_;
   Position at_;
   std::unique_ptr<uint8_t[]> staged_{new uint8_t[kStagedBytes]};
-  int64_t begin_ = 0, end_ = 0;  // range of the bytes that were not consumed
+  int64_t begin_ = 0, end_ = 0;  // range of the bytes that were not consumed yet
 };
 
-// Both directions of a connection, of which `is_source` says this end.
+// Both directions of a connection. `is_source`: this end is the source.
 struct Stream {
   Stream(int fd, const Cipher& cipher, const uint8_t* key, bool is_source)
       : sender(fd, Numbered(cipher, key, is_source)),

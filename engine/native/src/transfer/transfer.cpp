@@ -1,5 +1,5 @@
-// The functions that Python calls through ctypes: see library.py. Each runs on the caller's thread and
-// keeps no state, so any number of threads may call at once.
+// The functions that Python calls through ctypes: see library.py. Each function runs on the
+// caller's thread and keeps no state, so several threads may call it at the same time.
 #include "aegis.h"
 #include "convert.h"
 #include "copy.h"
@@ -19,7 +19,8 @@ int32_t baton_copy_records(const Records* sink, const Records* source, int64_t c
   return true;
 }
 
-// The same if the sink is a frame, and its checksum. Returns 0 if the frame is too short.
+// Does the same for a frame as the sink, and computes its checksum. Returns 0 if the frame is too
+// short.
 int32_t baton_gather_records(const Records* frame, const Records* source, int64_t count,
                              const Piece* pieces, int64_t num_pieces, uint64_t* checksum) {
   const Copies copies{*frame, *source, count, pieces, num_pieces};
@@ -28,7 +29,7 @@ int32_t baton_gather_records(const Records* frame, const Records* source, int64_
   return true;
 }
 
-// The same if the source is a frame.
+// Does the same for a frame as the source.
 int32_t baton_scatter_records(const Records* sink, const Records* frame, int64_t count,
                               const Piece* pieces, int64_t num_pieces, uint64_t* checksum) {
   const Copies copies{*sink, *frame, count, pieces, num_pieces};
@@ -44,7 +45,8 @@ void baton_convert_records(const Section* sections, int64_t num_sections, int64_
   convert_records(sections, num_sections, block_size, converter(from, to), *source, *sink);
 }
 
-// Sets the functions of AEGIS in several lanes. Returns how many; 1, with nothing set, without VAES.
+// Sets the functions of AEGIS in several lanes. Returns the number of lanes; without VAES sets
+// nothing and returns 1.
 int32_t baton_wide_cipher([[maybe_unused]] Cipher* cipher) {
 #if defined(__VAES__) && defined(__AVX2__)
   *cipher = {aegis_seal, aegis_open};
@@ -52,21 +54,22 @@ int32_t baton_wide_cipher([[maybe_unused]] Cipher* cipher) {
   return kAegisLanes;
 }
 
-// Returns a sealed stream over a connection, which stays the caller's. One thread at a time uses it.
+// Returns a sealed stream over a connection, which the caller still owns. One thread at a time may
+// use the stream.
 void* baton_stream_open(int32_t fd, const Cipher* cipher, const uint8_t* key, int32_t is_source) {
   return new Stream(fd, *cipher, key, is_source);
 }
 
 void baton_stream_close(void* stream) { delete static_cast<Stream*>(stream); }
 
-// Seals a note, which the next function sends, and begins a frame. Returns 0 if there is no room.
+// Seals a note and begins a frame; the next function sends the note. Returns 0 if there is no room.
 int32_t baton_stream_note(void* stream, const char* bytes, int64_t num_bytes) {
   return static_cast<Stream*>(stream)->sender.note(reinterpret_cast<const uint8_t*>(bytes),
                                                    num_bytes);
 }
 
-// Goes on with the records of a frame, about `budget` bytes. Returns a Stop; or kBad, with nothing sent,
-// if an id is out of bounds.
+// Continues with the records of a frame, for about `budget` bytes. Returns a Stop; kBad, with
+// nothing sent, if an id is out of bounds.
 int32_t baton_stream_send(void* stream, const Records* source, int64_t count, int64_t budget,
                           int32_t others) {
   if (!source->has_all(count)) return static_cast<int32_t>(Stop::kBad);
@@ -87,7 +90,7 @@ int32_t baton_stream_receive(void* stream, const Records* sink, int64_t count, i
 // Sets a lease's word.
 void baton_set_word(uint64_t* word, uint64_t generation) { set_word(word, generation); }
 
-// Returns 1 if a lease's word has that generation and its source's process lives.
+// Returns 1 if a lease's word has this generation, and the process of the lease's source is alive.
 int32_t baton_word_is(const uint64_t* word, uint64_t generation, int32_t pidfd) {
   return word_is(word, generation, pidfd);
 }

@@ -1,7 +1,8 @@
-// A ring of Linux's io_uring, by its system calls. One thread uses it.
+// A ring of Linux's io_uring, used through system calls. Only one thread may use it.
 //
 // Layout and memory order: io_uring_setup(2), io_uring_enter(2). The kernel writes the head of the
-// submission queue and the tail of the completion queue; this side writes the two others.
+// submission queue and the tail of the completion queue. This code writes the tail of the
+// submission queue and the head of the completion queue.
 #pragma once
 
 #include <linux/io_uring.h>
@@ -32,7 +33,7 @@ class Ring {
     if (fd_ >= 0) ::close(fd_);
   }
 
-  // At most `num_entries` operations may be under way. Returns 0 or an errno.
+  // Opens a ring for at most `num_entries` operations at a time. Returns 0 or an errno.
   int open(uint32_t num_entries) {
     io_uring_params params{};
     fd_ = static_cast<int>(syscall(__NR_io_uring_setup, num_entries, &params));
@@ -57,7 +58,7 @@ class Ring {
     return 0;
   }
 
-  // Queues a read or write; `user_data` comes back with its result.
+  // Queues a read or write. The completion contains `user_data` and the result.
   void push(uint8_t opcode, int fd, void* bytes, uint32_t num_bytes, uint64_t offset,
             uint64_t user_data) {
     const uint32_t tail = *sq_tail_, index = tail & sq_mask_;
@@ -74,7 +75,7 @@ class Ring {
     ++num_queued_;
   }
 
-  // Hands over what is queued and waits for `num_wanted` completions. Returns 0 or an errno.
+  // Submits the queued operations and waits for `num_wanted` completions. Returns 0 or an errno.
   int enter(uint32_t num_wanted) {
     const long taken = syscall(__NR_io_uring_enter, fd_, num_queued_, num_wanted,
                                num_wanted ? IORING_ENTER_GETEVENTS : 0, nullptr, 0);
@@ -83,7 +84,8 @@ class Ring {
     return 0;
   }
 
-  // Calls `handle(user_data, result)` for each completion that has arrived. It may push.
+  // Calls `handle(user_data, result)` for each completion that has arrived. `handle` may call
+  // `push`.
   template <class Handle>
   void take_completions(Handle handle) {
     for (uint32_t head = *cq_head_; head != load(cq_tail_);) {

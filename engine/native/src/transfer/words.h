@@ -27,7 +27,7 @@ inline bool process_lives(int pidfd) {
   return poll(&process, 1, 0) == 0;
 }
 
-// True if the lease was open, and its source's process alive, after all earlier reads.
+// True if, after all earlier reads, the lease was open and its source's process alive.
 inline bool word_is(const uint64_t* word, uint64_t generation, int pidfd) {
   __atomic_thread_fence(__ATOMIC_ACQUIRE);
   return __atomic_load_n(word, __ATOMIC_RELAXED) == generation && process_lives(pidfd);

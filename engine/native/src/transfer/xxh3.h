@@ -1,8 +1,8 @@
 // XXH3-64 of more than 240 bytes, with seed 0 and the default secret, computed as bytes arrive.
 //
-// Written from xxHash's specification (doc/xxhash_spec.md, version 0.2.0). There a stripe is 64
-// bytes, which add to eight lanes of 64 bits, and 16 stripes are a block, after which the lanes are
-// scrambled.
+// Written from xxHash's specification (doc/xxhash_spec.md, version 0.2.0). In the specification, a
+// stripe is 64 bytes, which are added to eight lanes of 64 bits. A block is 16 stripes. After each
+// block the lanes are scrambled.
 #pragma once
 
 #include <immintrin.h>
@@ -15,8 +15,8 @@ namespace baton {
 
 static_assert(std::endian::native == std::endian::little, "words are read as they lie");
 
-// As many lanes as the processor works on at once. For (x mod 2^32) * (x / 2^32) compilers emit a
-// product of 64 bits by 64, which takes three times as long; hence the intrinsics.
+// As many lanes as the processor computes at once. For (x mod 2^32) * (x / 2^32) compilers emit a
+// product of 64 by 64 bits, which takes three times as long, so intrinsics are used.
 #if defined(__AVX512F__)
 using Lanes [[gnu::vector_size(64)]] = uint64_t;
 
@@ -42,15 +42,16 @@ inline Lanes neighbours(Lanes x) { return (Lanes)_mm_shuffle_epi32((__m128i)x, 0
 
 class Xxh3 {
  public:
-  static constexpr int64_t kFewestBytes = 241;  // shorter input has another algorithm
+  static constexpr int64_t kFewestBytes = 241;  // shorter input is hashed by another algorithm
 
-  // The bytes need not have arrived yet.
+  // The bytes may arrive after the call.
   Xxh3(const uint8_t* bytes, int64_t num_bytes)
       : next_(bytes), end_(bytes + num_bytes), num_bytes_(num_bytes) {
     std::memcpy(lanes_, kInitialLanes, sizeof lanes_);
   }
 
-  // All bytes before `there` have arrived and stay: hashes the blocks that they complete.
+  // All bytes before `there` have arrived and stay unchanged. Hashes the blocks that are now
+  // complete.
   void advance(const uint8_t* there) {
     for (; next_ + kBlockBytes <= there && next_ + kBlockBytes < end_; next_ += kBlockBytes) {
       accumulate(next_, kBlockStripes, kSecret);
@@ -58,8 +59,8 @@ class Xxh3 {
     }
   }
 
-  // All bytes have arrived. The last block is not scrambled. Its last stripe may overlap the one
-  // before.
+  // Must be called after all bytes have arrived. The last block is not scrambled. Its last stripe
+  // may overlap the stripe before it.
   uint64_t digest() {
     advance(end_);
     accumulate(next_, (end_ - next_ - 1) / kStripeBytes, kSecret);
@@ -102,8 +103,8 @@ class Xxh3 {
     return result;
   }
 
-  // A lane takes the product of its own halves and the words of its neighbour. These are summed up
-  // by themselves first: lanes are then swapped once for all stripes.
+  // Adds to each lane the product of its own halves, and the words of the neighbouring lane. The
+  // words are first summed separately, so that lanes are swapped once for all stripes.
   void accumulate(const uint8_t* stripes, int64_t num_stripes, const uint8_t* secret) {
     for (int64_t v = 0; v < kNumVectors; ++v) {
       const int64_t offset = v * static_cast<int64_t>(sizeof(Lanes));
