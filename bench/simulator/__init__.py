@@ -1,1 +1,1 @@
-"""The same router and schedulers under a virtual clock: what a cluster would do with a trace."""
+"""Simulates a cluster: the real router and schedulers play a trace under a virtual clock."""

@@ -1,7 +1,7 @@
-"""`baton simulate`: plays a trace on a simulated cluster. Parses, prints, writes.
+"""`baton simulate`: plays a trace on a simulated cluster. Parses options, prints, and writes files.
 
 baton simulate --trace conversation_trace.jsonl --hardware h200-qwen3-32b-tp2 --prefill 6 --decode 2
-baton simulate --trace conversation_trace.jsonl --hardware h200-qwen3-32b-tp2 --prefill 6 \\
+baton simulate --trace conversation_trace.jsonl --hardware h200-qwen3-32b-tp2 --prefill 6 \
     --decode 2 --store-memory-gib 1024 --store-disk-gib 8192 --store-take-gib-per-s 10
 """
 
@@ -58,13 +58,13 @@ from engine.errors import ConfigError
 from router.machine.machine import RouterMachine
 
 SYNTHETIC = "synthetic"
-NUM_SYNTHETIC = 1000  # requests of such a trace by default
-MAX_KEPT = 100_000  # by default; some 5 kB each
+NUM_SYNTHETIC = 1000  # default number of requests of a synthetic trace
+MAX_KEPT = 100_000  # default number of requests that are kept in memory, with some 5 kB each
 
 
 @dataclass(frozen=True)
 class PlayedLoad:
-    """Options of the trace that is played."""
+    """Options of the trace to play."""
 
     trace: Annotated[
         str, typer.Option(help="Mooncake JSONL, Azure CSV or Baton's own; or `synthetic`.")
@@ -90,18 +90,19 @@ class PlayedLoad:
 
     @property
     def chat(self) -> Chat:
-        """The conversations of a synthetic trace."""
+        """Returns the shape of the conversations of a synthetic trace."""
         return Chat(rate_per_s=self.rate, families=self.families)
 
     @property
     def is_changed(self) -> bool:
-        """True if it is not played as recorded."""
+        """Returns True if the trace's rate or lengths are changed by options."""
         return self.speed_up != 1.0 or self.shorten != 1
 
     def streams(self, *, uses_requests: bool) -> bool:
-        """True if no request is kept. Raises ConfigError if an option needs requests.
+        """Returns True if requests are not kept in memory. Raises ConfigError if an option needs
+        the requests.
 
-        By default that is so for a long synthetic trace, if no option uses its requests.
+        By default, a long synthetic trace is not kept, if no option needs its requests.
         """
         if self.stream is None:
             is_long = self.trace == SYNTHETIC and (self.requests or NUM_SYNTHETIC) > MAX_KEPT
@@ -114,7 +115,7 @@ class PlayedLoad:
         return self.stream
 
     def read(self) -> Trace:
-        """Returns the trace as it is played."""
+        """Returns the trace with the changes of the options."""
         if self.trace == SYNTHETIC:
             read = synthetic(self.chat, self.requests or NUM_SYNTHETIC, random.Random(self.seed))
         else:
@@ -154,7 +155,7 @@ class ClusterOptions:
         return found
 
     def priced(self, profile: HardwareProfile) -> HardwareProfile:
-        """Returns the profile with the price that the options give."""
+        """Returns the profile with the GPU price of the options."""
         if self.gpu_hour_usd is None:
             return profile
         return msgspec.structs.replace(profile, usd_per_gpu_hour=self.gpu_hour_usd)
@@ -192,7 +193,7 @@ class StoreOptions:
     ] = 0.5
 
     def stores(self, profile: HardwareProfile, config: StoreConfig) -> SimulatedStores | None:
-        """Returns the stores, None without any. Raises ConfigError."""
+        """Returns the stores; None if there are none. Raises ConfigError."""
         sizes = StoreSizes(self.store_memory_gib, self.store_disk_gib, self.store_objects_gib)
         objects_rate = self.store_objects_gib_per_s * GIB
         disk = TierPrice(
@@ -230,13 +231,13 @@ class SloOptions:
 
     @property
     def bounds(self) -> SloBounds:
-        """The bounds in seconds."""
+        """Returns the bounds in seconds."""
         return SloBounds.from_ms(self.slo_ttft_ms, self.slo_tpot_ms)
 
 
 @dataclass(frozen=True)
 class OutOptions:
-    """Options of what is written where."""
+    """Options of the output files."""
 
     json: JsonOption = None
     plot: PlotOption = None
@@ -246,12 +247,12 @@ class OutOptions:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a simulation found."""
+    """The results of a simulation."""
 
     trace: Trace
     num_requests: int
     figures: dict[str, Figure]
-    run: SimulatedRun | None  # None: no request was kept
+    run: SimulatedRun | None  # None: requests were not kept
 
 
 SETTINGS = with_defaults(
@@ -327,7 +328,7 @@ def simulate_command(
 def _streamed(
     load: PlayedLoad, setup: SimulationSetup, router: RouterConfig, slo: SloBounds
 ) -> Simulation:
-    """Plays a synthetic trace of which no request is kept."""
+    """Plays a synthetic trace without keeping requests."""
     trace = Trace(SYNTHETIC, MOONCAKE_BLOCK_TOKENS, ())
     number = load.requests or NUM_SYNTHETIC
     asked = islice(conversations(load.chat, random.Random(load.seed)), number)
@@ -341,7 +342,7 @@ def _streamed(
 def _played(
     load: PlayedLoad, setup: SimulationSetup, router: RouterConfig, slo: SloBounds
 ) -> Simulation:
-    """Plays a trace, and parts of it at other rates for its goodput."""
+    """Plays a trace. For its goodput, also plays parts of it at other rates."""
     trace = load.read()
     run = simulate(trace, setup, RouterMachine(router))
     figures = figures_of(run, slo, usd_per_gpu_hour=setup.hardware.usd_per_gpu_hour)
@@ -355,7 +356,7 @@ def _played(
 
 
 def _pools(config: PoolsConfig, joins_s: float | None) -> SimulatedPools:
-    """Returns the pools. Raises ConfigError without workers of either role, also before a join."""
+    """Returns the pools. Raises ConfigError if a role has no worker, also before a join."""
     pools = SimulatedPools(config.prefill or 0, config.decode or 0, config.mixed)
     if not (pools.prefill or pools.mixed) or not (pools.decode or pools.mixed):
         raise ConfigError("a cluster needs workers that prefill and workers that decode")
@@ -388,7 +389,7 @@ def _config(
 
 
 def _store_config(stores: SimulatedStores | None) -> dict[str, Scalar]:
-    """Returns the settings of the stores, flat; nothing without stores."""
+    """Returns the settings of the stores as a flat mapping, empty without stores."""
     if stores is None:
         return {}
     config: dict[str, Scalar] = {}
@@ -417,7 +418,7 @@ def _title(done: Simulation, setup: SimulationSetup, router: RouterConfig) -> st
 
 
 def _stores_in(setup: SimulationSetup) -> str:
-    """Returns the stores as a part of the title."""
+    """Returns the stores as a part of the report's title."""
     stores = setup.stores
     if stores is None:
         return ""

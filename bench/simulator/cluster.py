@@ -1,17 +1,18 @@
-"""A simulated cluster: the real router machine, simulated workers, and a trace.
+"""Simulates a cluster: the real router machine and simulated workers play a trace.
 
-Beside the machine and the workers' cores there are a heap of future events with its clock, prices
-for steps and pulls, and the rules that turn effects into events. No decision is made here.
+In addition to the router machine and the workers' cores, the simulation has a clock with a heap of
+future events, prices for steps and pulls, and rules that turn effects into events. This module
+makes no scheduling decision.
 
-Workers send frames to the gateway, as live ones do. Each message takes `latency_s` either way,
-block events too. The machine is woken when it asks for it.
+Workers send frames to the gateway, like live workers. Each message takes `latency_s` in either
+direction, including block events. The machine is woken at the times that it requests.
 
-Each node may have a store, which takes in blocks of the node's workers: see `stores`. A frame
-reaches the gateway and the stores at the same time.
+Each node may have a store, which takes in blocks of the node's workers (see `stores`). The gateway
+and the stores receive a frame at the same time.
 
-Workers skip over equal steps and report many tokens at once (see `workers`). Before each placement,
-the machine receives the tokens that it would have heard of by then. With `settles` off it hears of
-tokens up to a second late, which suits large clusters.
+Workers skip over equal steps and report many tokens at once (see `workers`). If `settles` is on,
+the machine receives all tokens generated so far before each placement. If `settles` is off, it
+receives tokens up to a second late, which is faster for large clusters.
 """
 
 import dataclasses
@@ -81,8 +82,8 @@ _BEGINS = (Prefill, Generate, Decode)
 _MAKES_ROOM = (GivenBack, RoleChanged)
 _MAY_QUEUE = (Arrived, Tick)
 _Begins = Prefill | Generate | Decode
-MAX_ANSWER_TOKENS = 2048  # used by clients that do not know the length of their answer
-MAX_SETTLED_WORKERS = 16  # by default `settles` is off in clusters with more workers
+MAX_ANSWER_TOKENS = 2048  # answer limit of clients that do not know the length of their answer
+MAX_SETTLED_WORKERS = 16  # in clusters with more workers, `settles` is off by default
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,46 +96,49 @@ class SimulatedPools:
 
     @property
     def total(self) -> int:
-        """Workers of all roles."""
+        """Returns the number of workers of all roles."""
         return self.prefill + self.decode + self.mixed
 
 
 @dataclass(frozen=True, slots=True)
 class SimulationSetup:
-    """What is simulated, beside the machine and the trace."""
+    """What is simulated, except the router machine and the trace."""
 
     hardware: HardwareProfile
     pools: SimulatedPools
-    latency_s: float = 2e-4  # delay of a message between gateway and worker
-    max_answer_tokens: int | None = None  # the clients' limit; None: the length of the answer
-    chances: Chances = NO_CHANCES  # random variations of prices and latency
-    stretch: float | None = None  # for fluid pools: see `engine.messages.Welcome`
-    leaps: bool = True  # see `SimWorker`
-    settles: bool | None = None  # None: True if there are few workers
-    rules: PlannerRules | None = None  # rules of the planner; None: fixed pools
-    joins_s: float | None = None  # time at which the last decode worker joins; None: from the start
-    stores: SimulatedStores | None = None  # one on each node
+    latency_s: float = 2e-4  # seconds of a message between gateway and worker
+    # answer limit of clients; None: each request's answer length
+    max_answer_tokens: int | None = None
+    chances: Chances = NO_CHANCES  # random variations of prices and latencies
+    stretch: float | None = None  # fluid pools: the `stretch` of `engine.messages.Welcome`
+    leaps: bool = True  # True: workers skip over equal steps (see `SimWorker`)
+    settles: bool | None = None  # None: True if there are few workers (MAX_SETTLED_WORKERS)
+    rules: PlannerRules | None = None  # None: the planner does not change the pools
+    # time at which the last decode worker joins; None: it runs from the start
+    joins_s: float | None = None
+    stores: SimulatedStores | None = None  # settings of the stores, one per node; None: no stores
 
 
 @dataclass(slots=True)
 class SimulatedRequest:
-    """One request and its result, as the gateway saw it."""
+    """One request and its result, as the gateway observed it."""
 
     asked: TraceRequest
     outcome: Outcome | None = None
     timeline: Timeline | None = None
-    times_s: "array[float]" = field(default_factory=lambda: array("d"))  # tokens of the answer
+    # times of the answer's tokens
+    times_s: "array[float]" = field(default_factory=lambda: array("d"))
     ended_s: float = math.nan
 
 
 OnEnd = Callable[[int, SimulatedRequest], None]
-# From the time to the next request; None: there are no more.
+# Returns the next request for the given time, or None if there are no more requests.
 Ask = Callable[[float], TraceRequest | None]
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerRecord:
-    """The work of one worker."""
+    """The counts of one worker's work."""
 
     worker_id: WorkerId
     role: Role
@@ -152,14 +156,14 @@ class SimulatedRun:
     workers: Sequence[WorkerRecord]
     duration_s: float
     num_events: int
-    decisions: Sequence[SimulatedDecision] = ()  # the planner's
-    evenness: Evenness | None = None  # after the join of a late worker
-    num_moved: int = 0  # sequences that moved from a full worker to a faster one
-    stores: Sequence[StoreRecord] = ()  # state when the last request ended
+    decisions: Sequence[SimulatedDecision] = ()  # the planner's decisions
+    evenness: Evenness | None = None  # balance of the decode workers after a late worker has joined
+    num_moved: int = 0  # number of sequences that moved from a full worker to a less busy one
+    stores: Sequence[StoreRecord] = ()  # state of the stores when the last request ended
 
 
 def simulate(trace: Trace, setup: SimulationSetup, machine: RouterMachine) -> SimulatedRun:
-    """Plays a trace on an idle, empty cluster until all requests have ended."""
+    """Plays a trace on an idle, empty cluster until all requests have ended. Returns the run."""
     trace = with_ids(trace)
     records: dict[int, SimulatedRequest] = {}
     run = simulate_stream(trace, trace.requests, setup, machine, records.__setitem__)
@@ -173,16 +177,17 @@ def simulate_stream(
     machine: RouterMachine,
     ended: OnEnd,
 ) -> SimulatedRun:
-    """Plays requests, which all have block ids, without keeping any. The run has no records.
+    """Plays requests without keeping them in memory. Every request must have block ids. The run has
+    no records.
 
-    `trace` gives the size of their blocks. `ended` is called with each request that has ended, and
-    its number in the order of arrival.
+    `trace` has the block size. `ended` is called with each finished request and its number in order
+    of arrival.
     """
     return _play(_Cluster(trace, in_order(requests), setup, machine, ended))
 
 
 def in_order(requests: Iterable[TraceRequest]) -> Ask:
-    """Returns an `Ask` that returns these requests in order, whatever the time."""
+    """Returns an `Ask` that returns these requests in order, independent of the time."""
     coming = iter(requests)
     return lambda _now_s: next(coming, None)
 
@@ -190,10 +195,11 @@ def in_order(requests: Iterable[TraceRequest]) -> Ask:
 def simulate_clients(
     num_clients: int, ask: Ask, block_tokens: int, setup: SimulationSetup, machine: RouterMachine
 ) -> SimulatedRun:
-    """Plays a closed loop: each client asks again as soon as it has its whole answer.
+    """Plays a closed loop: each client sends its next request as soon as it has its complete
+    answer.
 
-    `ask` returns the request of a client that is free now, with ids of blocks of `block_tokens`.
-    Once it has returned None, it must do so for all.
+    `ask` returns the next request of a free client, whose block ids stand for blocks of
+    `block_tokens`. After `ask` has returned None, it must always return None.
     """
     records: list[SimulatedRequest] = []
     trace = Trace("clients", block_tokens, ())
@@ -212,7 +218,9 @@ def _play(cluster: "_Cluster") -> SimulatedRun:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Turns the cyclic garbage collector off: there are millions of objects, hardly any cycle."""
+    """Turns off the cyclic garbage collector: there are millions of objects, and hardly any
+    cycles.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -235,7 +243,7 @@ class _Cluster:
     ) -> None:
         self._trace = trace
         self._ask = ask
-        self._num_clients = num_clients  # in a closed loop; None: requests have their times
+        self._num_clients = num_clients  # clients of a closed loop; None: requests have fixed times
         self._on_ended = ended
         self._setup = setup
         self._machine = machine
@@ -244,15 +252,17 @@ class _Cluster:
             self._future, setup.hardware.pull, setup.hardware.layout, latency_s=setup.latency_s
         )
         self._prompts = SimulatedPrompts(trace, setup.hardware.layout.block_size)
-        self._records: dict[RequestId, SimulatedRequest] = {}  # for requests that have not ended
+        # records of requests that have not ended
+        self._records: dict[RequestId, SimulatedRequest] = {}
         self._num_asked = 0
         self._all_came = False
-        self._num_waiting = 0  # in the machine, for a worker or for a move
+        self._num_waiting = 0  # requests in the machine that wait for a worker or for a move
         self._ended_s = 0.0
         self._wake_s: float | None = None
-        self._evenness: Evenness | None = None  # from the join of a late worker on
+        self._evenness: Evenness | None = None  # set when a late worker joins
         self._crowd = Crowd(setup.hardware, self._future, setup.chances)
-        self._arrives_s: dict[WorkerId, float] = {}  # the last message to each worker
+        # time at which the last message to each worker arrives
+        self._arrives_s: dict[WorkerId, float] = {}
         self._workers = {
             worker_id: SimWorker(
                 worker_id,
@@ -285,12 +295,13 @@ class _Cluster:
         settles = setup.settles
         self._settles = setup.pools.total <= MAX_SETTLED_WORKERS if settles is None else settles
         self._planned = None if setup.rules is None else SimulatedPlanner(setup.rules, machine)
-        self._decoding = [w for w in self._workers.values() if w.role.decodes]  # now or earlier
+        # workers that decode, or have decoded before a change of role
+        self._decoding = [w for w in self._workers.values() if w.role.decodes]
 
     # ------------------------------------------------------------ the run
 
     def run(self) -> None:
-        """Runs from the first arrival to the last answer, until every worker is idle."""
+        """Runs from the first arrival until all answers are complete and every worker is idle."""
         joins_s, late = self._setup.joins_s, None
         if joins_s is not None:
             late = [w for w in self._workers.values() if w.role is Role.DECODE][-1]
@@ -317,7 +328,8 @@ class _Cluster:
             store.reports = False
         for worker_id, near in self._near.items():
             for store in near:
-                store.miss(worker_id)  # the store stops taking in blocks, so that the run ends
+                # the store stops taking in blocks, because otherwise the run would not end
+                store.miss(worker_id)
         self._future.run()
 
     def _join(self, worker: SimWorker) -> None:
@@ -338,7 +350,7 @@ class _Cluster:
             self._future.plan(now_s + SAMPLED_EVERY_S, Rank.ROUTINE, self._on_sample_due, evenness)
 
     def validate(self) -> None:
-        """Asserts that no worker holds a block or a lease, nor a store a lease."""
+        """Asserts that no worker holds a block or a lease, and that no store holds a lease."""
         assert self._transfers.num_leases == 0
         for store in self._stores.values():
             store.validate()
@@ -348,7 +360,7 @@ class _Cluster:
             assert counts.free + counts.cached == counts.total, f"{worker.worker_id} leaks"
 
     def result(self) -> SimulatedRun:
-        """Returns the results, after `run`."""
+        """Returns the results. Call it after `run`."""
         workers = [
             WorkerRecord(w.worker_id, w.role, w.busy_s, w.num_steps) for w in self._workers.values()
         ]
@@ -377,11 +389,13 @@ class _Cluster:
 
     @property
     def _goes_on(self) -> bool:
-        """True until the last request has ended."""
+        """Returns True until the last request has ended."""
         return bool(self._records) or not self._all_came
 
     def _plan_arrival(self) -> float | None:
-        """Plans the arrival of the next request. Returns its time; None after the last one."""
+        """Plans the arrival of the next request. Returns the arrival time, or None if there are no
+        more requests.
+        """
         asked = self._ask(self._future.now_s)
         if asked is None:
             self._all_came = True
@@ -400,7 +414,8 @@ class _Cluster:
         token_ids, hashes = self._prompts.open(request_id, asked, sampling)
         request = Request(
             request_id=request_id,
-            token_ids=cast("tuple[int, ...]", token_ids),  # or `Unwritten`, which acts like a tuple
+            # or an `Unwritten`, which has the methods of a tuple
+            token_ids=cast("tuple[int, ...]", token_ids),
             sampling=sampling,
             limits=_limits(asked, self._setup.max_answer_tokens),
             received_s=self._future.now_s,
@@ -411,7 +426,7 @@ class _Cluster:
     # ------------------------------------------------------------ the gateway
 
     def on_frame(self, worker_id: WorkerId, frame: Frame) -> None:
-        """Plans the arrival of a frame that a worker sends now."""
+        """Plans the arrival of a frame that a worker sends at this moment."""
         at_s = self._future.now_s + self._setup.latency_s
         self._future.plan(at_s, Rank.MESSAGE, self._on_frame, (worker_id, frame))
 
@@ -436,7 +451,7 @@ class _Cluster:
                 continue
             if isinstance(message, RoleChanged):
                 worker = self._workers[worker_id]
-                if worker not in self._decoding:  # its new role may decode
+                if worker not in self._decoding:  # its new role may be decode
                     self._decoding.append(worker)
             if isinstance(message, _MAKES_ROOM):
                 self._settle(places=True)
@@ -445,11 +460,13 @@ class _Cluster:
             self._on_tokens(worker_id, told)
 
     def ask(self, store_id: WorkerId, worker_id: WorkerId, message: OfferBlocks | Cancel) -> None:
-        """Plans the arrival of a store's message to a worker."""
+        """Plans the arrival of a message from a store at a worker."""
         self._send(worker_id, [FromGateway(GatewayId(store_id), message)])
 
     def _send(self, worker_id: WorkerId, events: list[Event]) -> None:
-        """Plans the arrival of messages to a worker or a store: never before earlier ones."""
+        """Plans the arrival of messages to a worker or a store. They never arrive before earlier
+        messages.
+        """
         at_s = self._future.now_s + self._setup.latency_s
         if self._crowd.varies:
             messages = (event.message for event in events if isinstance(event, FromGateway))
@@ -464,7 +481,7 @@ class _Cluster:
         self._take(event)
 
     def _settle(self, *, places: bool = False) -> None:
-        """Reports tokens to the machine if it is about to place a request."""
+        """Before a placement, reports the generated tokens to the machine."""
         if not self._settles or not (places or self._num_waiting):
             return
         until_s = self._future.now_s - self._setup.latency_s
@@ -473,10 +490,10 @@ class _Cluster:
                 self._on_tokens(worker.worker_id, told)
 
     def _on_tokens(self, worker_id: WorkerId, told: Sequence[Said]) -> None:
-        """Delivers tokens of answers that continue."""
+        """Delivers tokens of answers that are not complete yet."""
         tokens = cast("list[Tokens]", [one.message for one in told])
         effects = self._machine.handle(Stepped(worker_id, tokens), self._future.now_s)
-        if len(effects) < len(told):  # some tokens belong to ended attempts
+        if len(effects) < len(told):  # the other tokens belong to attempts that have ended
             here = {effect.request_id for effect in effects if isinstance(effect, Update)}
             told = [one for one in told if request_of(tokens_of(one).seq_id) in here]
         for effect, one in zip(effects, told, strict=True):
@@ -484,11 +501,11 @@ class _Cluster:
             self._records[effect.request_id].times_s.extend(one.times_s)
 
     def _take(self, event: RouterEvent, times_s: Sequence[float] = ()) -> None:
-        """Hands an event to the machine; `times_s` are the times of its tokens."""
+        """Passes an event to the machine. `times_s` are the times of the event's tokens."""
         effects = self._machine.handle(event, self._future.now_s)
         frames: dict[WorkerId, list[Event]] = {}
         for effect in effects:
-            if isinstance(effect, Update):  # most effects
+            if isinstance(effect, Update):  # checked first, because most effects are updates
                 if effect.token_ids:
                     assert len(effect.token_ids) == len(times_s)
                     self._records[effect.request_id].times_s.extend(times_s)
@@ -509,11 +526,11 @@ class _Cluster:
         num_stranded = self._machine.num_stranded
         if frames or num_stranded or isinstance(event, _MAY_QUEUE):
             self._num_waiting = self._machine.queue_len + num_stranded
-        if frames or self._num_waiting:  # otherwise there is no new deadline
+        if frames or self._num_waiting:  # only then can the machine have a new deadline
             self._look_ahead()
 
     def _look_ahead(self) -> None:
-        """Wakes the machine earlier, if it asks for that."""
+        """Plans an earlier wake-up of the machine, if the machine requests one."""
         at_s = self._machine.next_wake_s()
         if at_s is not None and (self._wake_s is None or at_s < self._wake_s):
             self._wake_s = at_s
@@ -521,7 +538,7 @@ class _Cluster:
 
     def _on_wake(self, at_s: float) -> None:
         if at_s != self._wake_s or not self._goes_on:
-            return  # another wake-up came first
+            return  # an earlier wake-up has replaced this one
         self._wake_s = None
         due_s = self._machine.next_wake_s()
         if due_s is not None and due_s <= self._future.now_s:
@@ -532,7 +549,7 @@ class _Cluster:
         record = self._records.pop(request_id)
         record.outcome, record.timeline = outcome, timeline
         record.ended_s = self._future.now_s
-        # From here on, times are those at which the gateway received the message.
+        # Until here, times are the workers'. From here, they are times of receipt by the gateway.
         np.asarray(record.times_s)[:] += self._setup.latency_s
         self._on_ended(int(request_id), record)
         if self._num_clients is not None:
@@ -542,13 +559,13 @@ class _Cluster:
 
 
 def tokens_of(said: Said) -> Tokens:
-    """Casts a message to Tokens."""
+    """Casts a message to the type Tokens."""
     assert isinstance(said.message, Tokens)
     return said.message
 
 
 def request_of(seq_id: SeqId) -> RequestId:
-    """Returns the request of a sequence."""
+    """Returns the id of the request that a sequence belongs to."""
     return RequestId(seq_id[: seq_id.index(".")])
 
 
@@ -558,9 +575,9 @@ def _limits(asked: TraceRequest, max_answer_tokens: int | None = None) -> Limits
 
 
 def _as_it_ends(message: _Begins, asked: TraceRequest) -> _Begins:
-    """Gives the worker the true length of the answer, as if the model ended it.
+    """Replaces the answer limit by the true length, at which the model would end the answer.
 
-    A copy produces no answer and is left as it is.
+    A copy of a prompt generates no answer, so it is not changed.
     """
     if isinstance(message, Decode) and message.is_copy:
         return message
@@ -568,7 +585,7 @@ def _as_it_ends(message: _Begins, asked: TraceRequest) -> _Begins:
 
 
 def _stores(setup: SimulationSetup) -> Iterator[tuple[WorkerId, SimulatedStores]]:
-    """Yields the name and the settings of each node's store."""
+    """Yields the name and the settings of the store of each node."""
     if setup.stores is not None:
         for index in range(setup.stores.num_nodes(setup.pools.total)):
             yield WorkerId(f"store-{index}"), setup.stores
@@ -585,9 +602,10 @@ def _names(pools: SimulatedPools) -> Iterable[tuple[WorkerId, Role]]:
 def _nodes(
     worker_ids: Sequence[WorkerId], stores: Sequence[SimStore], setup: SimulatedStores | None
 ) -> dict[WorkerId, list[SimStore]]:
-    """Returns the stores that follow each worker, the one on its node, and each store: all others.
+    """Returns the stores that follow each worker or store. A worker is followed by the store of its
+    node, a store by all other stores.
 
-    A node holds neighbours in the order of names.
+    A node has workers that are neighbours in the order of names.
     """
     if setup is None:
         return {}

@@ -1,9 +1,9 @@
-"""Workers that share the cores of one machine, and how they slow each other down.
+"""Simulates workers that share the cores of one machine and slow each other down.
 
-A step is work, in seconds of one core. A worker computes with one thread, and decoding workers keep
-the gateway busy. If more threads want to run than there are cores, all get equal shares, as
-operating systems give them. With n threads on c cores each runs at c / n of its speed. Each start
-or end of a step changes the speed of all others at once.
+The work of a step is given in seconds of one core. A worker computes with one thread, and decoding
+workers also cause work in the gateway. If there are more runnable threads than cores, all threads
+get equal shares, which is what operating systems do. With n threads on c cores, each thread runs at
+c / n of its speed. Each start or end of a step changes the speed of all others at once.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,14 +17,15 @@ from engine.messages import ComputePrompt, FirstToken, ToWorker
 
 @dataclass(frozen=True, slots=True)
 class Chances:
-    """Measured variations, from which the simulation draws at random, each as likely.
+    """Measured variations of delays and prices. The simulation draws from them at random, with
+    equal probability.
 
-    `prompt` and `first_token` are extra seconds of such messages to workers, in rows by the number
-    of busy workers; the last row holds for more workers too. A thread that must wake up waits
-    longer if other threads have the cores. `prefill` and `decode` are factors on the price of a
-    step: with prompts, or only decoding. `decode` keeps the order of measurement, and several in a
-    row are drawn together: after a late message the next ones follow at once, so single gaps
-    mislead.
+    `prompt` and `first_token` are extra seconds of messages to workers. They have a row for each
+    number of busy workers; the last row also applies to more workers. A thread that must wake up
+    waits longer if other threads use the cores. `prefill` and `decode` are factors on the price of
+    a step with prompts, and of a step that only decodes. `decode` is in the order of measurement,
+    and several consecutive factors are drawn together: after a late message the next messages
+    follow at once, so single factors would be misleading.
     """
 
     prompt: Sequence[Sequence[float]] = ()
@@ -38,26 +39,29 @@ class Chances:
 
 
 NO_CHANCES = Chances()
-IN_A_ROW = 16  # average number of consecutive decode steps that are drawn together
+IN_A_ROW = 16  # mean number of consecutive factors of decode steps that are drawn together
 
 
 def core_share(cores: int | None, demand: float) -> float:
-    """Returns the share of a core that each thread gets for this demand in cores."""
+    """Returns the share of a core that each thread gets if the threads demand this number of
+    cores.
+    """
     return 1.0 if cores is None or demand <= cores else cores / demand
 
 
 @dataclass(slots=True, eq=False)
 class _Step:
-    """A running step and its remaining work."""
+    """A running step, with its remaining work."""
 
     left_s: float
-    demand: float  # cores that the step wants
+    demand: float  # number of cores that the step would use
     on_end: Callable[[], None]
-    planned_s: float | None = None  # its planned end, valid until another step begins or ends
+    # planned end of the step; changes when another step begins or ends
+    planned_s: float | None = None
 
 
 class Crowd:
-    """All workers of a machine and their running steps."""
+    """All workers of a machine, and their running steps."""
 
     def __init__(
         self, hardware: HardwareProfile, future: Future, chances: Chances = NO_CHANCES
@@ -66,17 +70,17 @@ class Crowd:
         self._future = future
         self._chances = chances
         self._rng = Random(chances.seed)
-        self._places: dict[str, int] = {}  # index of each worker in `chances.decode`
+        self._places: dict[str, int] = {}  # index of each worker's next factor in `chances.decode`
         self._steps: dict[str, _Step] = {}
-        self._settled_s = 0.0  # the time at which `left_s` held
-        self.varies = bool(chances)  # True if messages are delayed at random
-        # True if each step is simulated by itself.
+        self._settled_s = 0.0  # the time to which `left_s` of all steps refers
+        self.varies = bool(chances)  # True: messages have random delays
+        # True: each step must be simulated separately, so steps cannot be skipped.
         self.watches = hardware.cores is not None or self.varies
 
     def start(
         self, worker_id: str, step: StepPrice, seconds: float, on_end: Callable[[], None]
     ) -> None:
-        """Begins a worker's step of `seconds` of work; calls `on_end` at its end."""
+        """Begins a step with `seconds` of work. Calls `on_end` at the step's end."""
         seconds *= self._ratio(worker_id, step)
         demand = 1 + (self._hardware.gateway_load if step.num_rows else 0.0)
         self._settle()
@@ -94,7 +98,7 @@ class Crowd:
         return ratios[place]
 
     def delay_s(self, message: ToWorker) -> float:
-        """Returns the extra seconds of a message that is sent now."""
+        """Returns the random extra seconds of a message that is sent at this moment."""
         table: Sequence[Sequence[float]] = ()
         if isinstance(message, ComputePrompt):
             table = self._chances.prompt
@@ -105,7 +109,7 @@ class Crowd:
         return self._rng.choice(table[min(len(self._steps), len(table) - 1)])
 
     def _settle(self) -> None:
-        """Subtracts the work done since the last call."""
+        """Subtracts the work that was done since the last call."""
         now_s = self._future.now_s
         done_s = (now_s - self._settled_s) * self._share()
         for step in self._steps.values():
@@ -126,7 +130,7 @@ class Crowd:
     def _on_end(self, planned: tuple[str, _Step, float]) -> None:
         worker_id, step, end_s = planned
         if self._steps.get(worker_id) is not step or step.planned_s != end_s:
-            return  # the end was planned anew
+            return  # a new end has been planned
         self._settle()
         del self._steps[worker_id]
         self._plan_ends()

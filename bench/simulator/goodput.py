@@ -1,19 +1,19 @@
 """DistServe's goodput: the highest rate, per GPU, at which enough requests keep both bounds.
 
-The trace's requests are sped up or slowed down as a whole. At the rate that is reported, nine of
-ten requests have TTFT and TPOT inside their bounds; a refused or failed request has neither. One
-simulation tests one rate. The search tests several, between `LEAST` and `MOST` times the trace's
-own rate, and is exact to about 5 %. It assumes that a rate above a failing one fails too.
+The whole trace is sped up or slowed down. At the reported rate, nine of ten requests have TTFT and
+TPOT inside their bounds; a refused or failed request counts as outside. One simulation tests one
+rate. The search tests several rates, between `LEAST` and `MOST` times the trace's own rate, and is
+exact to about 5 %. It assumes that every rate above a failing rate fails too.
 
 Source: Zhong et al., DistServe, OSDI 2024, §2.2: "the maximum request rate that can be served
 adhering to the SLO attainment goal (say, 90%) for each GPU provisioned".
 
-Other figures are updated request by request, so that requests need not be kept:
+Other figures are updated with each finished request, so that requests need not be kept in memory:
 
 latencies_of    latencies of one request
 RequestTally    columns of latencies, and counts
-GapSketch       gaps between tokens: their mean, and percentiles of a bounded error
-InfiniteCache   a prefix cache that never evicts, and the share of each prompt that it held
+GapSketch       gaps between tokens: their mean, and percentiles with a bounded error
+InfiniteCache   a prefix cache that never evicts, and the share of prompt tokens that hit it
 """
 
 import math
@@ -35,7 +35,7 @@ from router.machine.requests import Finished
 
 ATTAINMENT = 0.9
 LEAST, MOST = 1 / 16, 16.0
-NUM_HALVINGS = 4  # halvings of the last factor of two
+NUM_HALVINGS = 4  # halvings after the rate is known up to a factor of two
 
 Simulate = Callable[[Trace], SimulatedRun]
 
@@ -43,7 +43,9 @@ Simulate = Callable[[Trace], SimulatedRun]
 def distserve_goodput(
     trace: Trace, simulate: Simulate, slo: SloBounds, *, gpus: int
 ) -> dict[str, Figure]:
-    """Returns the figure; empty if nothing is bounded or the trace has no rate."""
+    """Returns the result `goodput/distserve`; empty if there is no bound or the trace has no
+    rate.
+    """
     is_bounded = slo.ttft_s is not None or slo.tpot_s is not None
     if not is_bounded or not trace.duration_s:
         return {}
@@ -54,7 +56,7 @@ def distserve_goodput(
 def attained_per_s(
     trace: Trace, simulate: Simulate, slo: SloBounds, *, num_halvings: int = NUM_HALVINGS
 ) -> float:
-    """Returns the highest rate, in requests/s, at which enough requests keep both bounds."""
+    """Returns the highest rate, in requests/s, at which enough requests meet both bounds."""
     speed = greatest_speed(
         lambda speed_up: attainment(simulate(trace.sped_up(speed_up)), slo) >= ATTAINMENT,
         least=LEAST,
@@ -76,7 +78,9 @@ def greatest_speed(
     most: float,
     num_halvings: int = NUM_HALVINGS,
 ) -> float:
-    """Returns the greatest factor for which `keeps` holds; 0 if not even `least` does."""
+    """Returns the greatest speed-up factor for which `keeps` returns True; 0 if `least` already
+    fails.
+    """
     low = 1.0
     while not keeps(low):
         if low <= least:
@@ -99,16 +103,18 @@ Values = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """Latencies of one finished answer in seconds; the last two are None for one token."""
+    """Latencies of one finished answer in seconds. TPOT and TBT are None for an answer of one
+    token.
+    """
 
     ttft_s: float
     e2e_s: float
     tpot_s: float | None
-    tbt_s: float | None  # mean of the longest gaps
+    tbt_s: float | None  # mean of the longest gaps (Mooncake's TBT)
 
 
 def latencies_of(record: SimulatedRequest) -> Latencies | None:
-    """Returns the latencies of a request; None if it has no full answer."""
+    """Returns the latencies of a request; None if its answer is not complete."""
     times_s = record.times_s
     if not isinstance(record.outcome, Finished) or not times_s:
         return None
@@ -122,49 +128,52 @@ def latencies_of(record: SimulatedRequest) -> Latencies | None:
 
 
 def _mean_of_longest(values: Values, share: float) -> float:
-    """Computes `bench.common.stats.mean_of_longest` for an array."""
+    """Computes `bench.common.stats.mean_of_longest` on an array."""
     num_others = len(values) - math.ceil(share * len(values))
     longest = np.partition(values, num_others)[num_others:]
-    return float(np.add.reduce(longest) / len(longest))  # as `mean`, in half the time
+    return float(np.add.reduce(longest) / len(longest))  # equal to `mean`, in half of the time
 
 
 def gaps_of(times_s: "array[float]") -> Values:
-    """Returns the seconds between the tokens of an answer; empty for less than two."""
+    """Returns the seconds between the tokens of an answer; empty for fewer than two tokens."""
     values: Values = np.frombuffer(times_s) if times_s else np.empty(0)
     return values[1:] - values[:-1]
 
 
 def meets(latencies: Latencies | None, slo: SloBounds) -> bool:
-    """True if TTFT and TPOT are inside their bounds."""
+    """Returns True if TTFT and TPOT are inside their bounds."""
     return latencies is not None and slo.hold(latencies.ttft_s, latencies.tpot_s)
 
 
 class RequestTally:
-    """The results of all requests added so far. Columns hold finished answers, in one order."""
+    """The results of all requests added so far. All columns list the finished answers in the same
+    order.
+    """
 
     def __init__(self) -> None:
-        self.number = 0  # number of requests, whatever their outcome
+        self.number = 0  # number of all requests, whatever their outcome
         self.ttft_s = array("d")
         self.e2e_s = array("d")
-        self._tpot_s = array("d")  # NaN for answers of one token
-        self._tbt_s = array("d")  # the same
-        self.kinds: Counter[str] = Counter()  # outcomes by kind
+        self._tpot_s = array("d")  # column; NaN for answers of one token
+        self._tbt_s = array("d")  # column; NaN for answers of one token
+        self.kinds: Counter[str] = Counter()  # number of requests by outcome
         self.num_retried = 0
-        self.num_input_tokens = 0  # in all prompts
-        self.num_prefilled_tokens = 0  # in prompts with a first token, cached tokens included
-        self.num_cached_tokens = 0  # among the prefilled tokens
+        self.num_input_tokens = 0  # tokens of all prompts
+        # tokens of prompts whose answer has a first token, cached tokens included
+        self.num_prefilled_tokens = 0
+        self.num_cached_tokens = 0  # cached tokens among the prefilled tokens
         self.num_output_tokens = 0
 
     @classmethod
     def of(cls, records: Iterable[SimulatedRequest]) -> "RequestTally":
-        """Returns the tally of these requests."""
+        """Returns a tally of these requests."""
         tally = cls()
         for record in records:
             tally.add(record)
         return tally
 
     def add(self, record: SimulatedRequest) -> None:
-        """Adds a request that has ended."""
+        """Adds a finished request."""
         self.number += 1
         self.kinds[type(record.outcome).__name__.lower()] += 1
         asked, timeline, num_tokens = record.asked, record.timeline, len(record.times_s)
@@ -184,15 +193,15 @@ class RequestTally:
 
     @property
     def tpot_s(self) -> list[float]:
-        """TPOT of each answer of more than one token."""
+        """Returns the TPOT of each answer with more than one token."""
         return [value_s for value_s in self._tpot_s if not isnan(value_s)]
 
     def num_within(self, slo: SloBounds) -> int:
-        """Counts the answers with TTFT and TPOT inside the bounds."""
+        """Returns the number of answers with TTFT and TPOT inside the bounds."""
         return sum(map(slo.hold, self.ttft_s, _or_none(self._tpot_s)))
 
     def num_effective(self, slo: SloBounds) -> int:
-        """Counts the answers with TTFT and the mean of the longest gaps inside the bounds."""
+        """Returns the number of answers with TTFT and TBT inside the bounds."""
         return sum(map(slo.hold, self.ttft_s, _or_none(self._tbt_s)))
 
 
@@ -203,18 +212,18 @@ def _or_none(column: Iterable[float]) -> Iterator[float | None]:
 # ---------------------------------------------------------------- gaps
 
 LEAST_S = 1e-6
-WIDTH = 1e-3  # as a share of the gap
+WIDTH = 1e-3  # width of a bin, as a share of the gap
 NUM_BINS = 23_000
-NUM_TOGETHER = 2**16  # gaps are sorted into bins together, for speed
+NUM_TOGETHER = 2**16  # number of gaps that are sorted into bins together, for speed
 
 _SCALE = 1 / math.log1p(WIDTH)
 
 
 class GapSketch:
-    """All gaps so far, as counts in bins.
+    """Counts of all gaps so far, by bins.
 
     Each bin is `WIDTH` wider than the one before, from a microsecond to more than two hours. A
-    percentile is the middle of its bin, so it is wrong by half a bin at the most.
+    percentile is the middle of its bin, so its error is at most half a bin.
     """
 
     def __init__(self) -> None:
@@ -231,7 +240,7 @@ class GapSketch:
             self._sort_in()
 
     def summary(self) -> Summary | None:
-        """Returns the mean and the percentiles, in seconds; None without gaps."""
+        """Returns the mean and the percentiles of all gaps in seconds; None without gaps."""
         self._sort_in()
         behind = np.cumsum(self._counts)
         number = int(behind[-1])
@@ -260,26 +269,28 @@ class GapSketch:
 
 # ---------------------------------------------------------------- an infinite cache
 
-PAGE_BITS = 16  # ids of one page
+PAGE_BITS = 16  # each page has the bits of 2^16 ids
 
 
 class InfiniteCache:
-    """The blocks of all requests so far: one bit each, in pages of neighbouring ids."""
+    """The set of all blocks of the requests so far: one bit per block, in pages of neighbouring
+    ids.
+    """
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self._pages: dict[int, bytearray] = {}
-        self._num_hit = self._num_tokens = 0  # prompt tokens
+        self._num_hit = self._num_tokens = 0  # prompt tokens that hit, and all prompt tokens
 
     @property
     def hits(self) -> float:
-        """The share of prompt tokens that the cache held when their request arrived."""
+        """Returns the share of prompt tokens that were in the cache when their request arrived."""
         return self._num_hit / self._num_tokens if self._num_tokens else 0.0
 
     def see(self, request: TraceRequest) -> None:
         """Counts the hits of a request, then adds its full blocks.
 
-        A prompt's last token never hits, since it must be computed for the answer to begin.
+        A prompt's last token never hits, since it must be computed to sample the first token.
         """
         usable = (request.input_len - 1) // self._block_tokens
         leading = 0
@@ -293,7 +304,7 @@ class InfiniteCache:
             self._add(block_id)
 
     def watch(self, requests: Iterable[TraceRequest]) -> Iterator[TraceRequest]:
-        """Passes requests on, and sees each of them."""
+        """Yields the requests unchanged, and calls `see` with each."""
         for request in requests:
             self.see(request)
             yield request
@@ -310,7 +321,7 @@ class InfiniteCache:
 
 
 def infinite_cache_hits(trace: Trace) -> float:
-    """Returns the share of prompt tokens that an infinite cache would hold."""
+    """Returns the share of prompt tokens that would hit an infinite cache."""
     cache = InfiniteCache(trace.block_tokens)
     for request in trace.requests:
         cache.see(request)

@@ -1,25 +1,28 @@
-"""Profiles of simulated workers: prices of steps and pulls, and memory for KV.
+"""Profiles of simulated workers: prices of steps and pulls, and KV memory.
 
-A profile has a name here, or is a JSON file as `baton simulate --write-hardware` writes it. A file
-may come from a fit of measured steps. All figures are for one worker, with all its GPUs.
+A profile is one of the named profiles of this module, or a JSON file in the format of `baton
+simulate --write-hardware`. A file may be the result of a fit to measured steps. All figures are for
+one worker, with all its GPUs.
 
-The price of a step, with n - p new tokens of each prompt's chunk behind p cached or computed ones:
+The price of a step in seconds; a prompt's chunk has n - p new tokens after p cached or computed
+ones:
 
     only prompts     A + B·Σ(n - p) + C·Σ(n² - p²)
     only decoding    D + E·b + F·kv
-    both             max(A, D) + the rest of the two: the weights are read once
+    both             max(A, D) + the other terms of both, because the weights are read once
 
-A profile with a `chunk_table` prices prompts by new tokens alone, interpolated between its points.
-Dynamo's mocker does so, and comparisons with it need this. The sum over the chunks of a long prompt
-is then linear in its length; the true price is not.
+A profile with a `chunk_table` prices prompts by the number of new tokens only, interpolated between
+the table's points. Dynamo's mocker prices prompts in this way, so comparisons with it need such a
+table. The sum over the chunks of a long prompt is then linear in the prompt's length, unlike the
+true price.
 
-Workers may share the cores of one small machine, with their gateway: see `crowd`.
+Workers and gateway may share the cores of one small machine (see `crowd`).
 
 Sources: NVIDIA AIConfigurator's tables for H200 SXM and vLLM in bf16 (fits within 5 %, decode of
-the 0.6B model within 13 %). Pulls are not in these tables:
-40 GB/s a GPU of a 400 Gb/s network card, 5 µs a descriptor (NIXL, measured), 1 ms for the rest.
-`thread-88m-int8` is one thread of a server processor with AVX-512: its prompts of 1,024 tokens and
-its steps of four sequences take what `baton bench fluid` measured.
+the 0.6B model within 13 %). Pulls are not in these tables: 40 GB/s a GPU of a 400 Gb/s network
+card, 5 µs a descriptor (NIXL, measured), 1 ms for the rest. `thread-88m-int8` is one thread of a
+server processor with AVX-512: its prompts of 1,024 tokens and its steps of four sequences take what
+`baton bench fluid` measured.
 """
 
 from bisect import bisect_left
@@ -33,12 +36,12 @@ from engine.errors import ConfigError
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.worker.costs import PrefillCost, PullCost
 
-GPU_BYTES = 141e9  # memory of an H200
-KV_SHARE = 0.9  # KV's share of the memory beside the weights
+GPU_BYTES = 141e9  # bytes of memory of an H200
+KV_SHARE = 0.9  # share of the memory left by the weights that is used for KV
 
 
 class HardwareProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One kind of worker. `chunk_table` holds (new tokens, seconds), shortest first."""
+    """One kind of worker. `chunk_table` has pairs (new tokens, seconds), shortest first."""
 
     name: str
     source: str
@@ -52,9 +55,9 @@ class HardwareProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     chunk_tokens: int = 8192
     max_running: int = 256
     gpus: int = 1
-    usd_per_gpu_hour: float = 4.0  # an H200's, as `bench.planner.pricing` has it
-    cores: int | None = None  # cores that all workers share; None: each worker has its own
-    gateway_load: float = 0.0  # cores that the gateway takes for each worker that decodes
+    usd_per_gpu_hour: float = 4.0  # price of an H200, from `bench.planner.pricing`
+    cores: int | None = None  # cores that all workers share; None: each worker has its own core
+    gateway_load: float = 0.0  # cores that the gateway uses for each decoding worker
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "max_batch_tokens", "chunk_tokens", "max_running", "gpus"):
@@ -67,12 +70,14 @@ class HardwareProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def kv_token_bytes(self) -> int:
-        """Bytes of KV of one token."""
+        """Returns the bytes of one token's KV."""
         return self.layout.block_bytes // self.layout.block_size
 
 
 class StepPrice(msgspec.Struct, frozen=True):
-    """The sums that price a step; `num_new` and `squares` cover prompts only."""
+    """The sums that determine the price of a step. `num_new` and `squares` are sums over prompts
+    only.
+    """
 
     num_new: int = 0
     squares: int = 0
@@ -105,7 +110,7 @@ class Pricing:
         return fixed_s + prefill_s + decode_s
 
     def _of_chunk(self, num_new: int) -> float:
-        """Interpolates in the table; beyond its ends, extrapolates from the nearest two points."""
+        """Interpolates in the table. Beyond its ends, extrapolates from the nearest two points."""
         table = self._hardware.chunk_table
         right = min(max(bisect_left(self._lengths, num_new), 1), len(table) - 1)
         (low, low_s), (high, high_s) = table[right - 1], table[right]
@@ -126,7 +131,9 @@ def _h200(  # noqa: PLR0913 - the columns of a table
     num_blocks: int | None = None,
     chunk_table: Sequence[tuple[int, float]] = (),
 ) -> HardwareProfile:
-    """Takes layers, KV heads and head size as `model`, A, B, C and D, E, F in milliseconds."""
+    """Makes a profile of H200s. `model` is layers, KV heads and head size; A, B, C and D, E, F are
+    in ms.
+    """
     layout = KVLayout(512, KVFormat.BF16, (KVSection(*model),))
     memory = KV_SHARE * (gpus * GPU_BYTES - weights_bytes)
     return HardwareProfile(
@@ -142,8 +149,8 @@ def _h200(  # noqa: PLR0913 - the columns of a table
     )
 
 
-# AIConfigurator's times to first token of a prompt without any prefix, milliseconds. Dynamo's
-# mocker looks the new tokens of a step up in them, of which there are 8,192 at most.
+# AIConfigurator's times to first token of a prompt without cached prefix, in milliseconds. Dynamo's
+# mocker looks up a step's new tokens, of which there are 8,192 at most, in this table.
 _QWEN3_32B_CHUNKS_MS = (
     (1, 17.6316),
     (512, 29.386),
@@ -156,7 +163,7 @@ _QWEN3_32B = (64, 8, 128)
 _QWEN3_32B_PREFILL = (3.405, 4.921e-2, 8.41e-7)
 _QWEN3_32B_DECODE = (10.71, 2.053e-2, 3.006e-5)
 _QWEN3_32B_BYTES = 65.5e9
-_QWEN3_32B_BLOCKS = 1400  # number of blocks in Dynamo's published replays
+_QWEN3_32B_BLOCKS = 1400  # number of KV blocks of a worker in Dynamo's published replays
 
 _PROFILES = (
     _h200(
@@ -220,7 +227,7 @@ PROFILES = {profile.name: profile for profile in (*_PROFILES, _THREAD)}
 
 
 def hardware_named(name: str) -> HardwareProfile:
-    """Returns the profile with this name, or in this file. Raises ConfigError."""
+    """Returns the named profile, or the profile in the file of this name. Raises ConfigError."""
     if name in PROFILES:
         return PROFILES[name]
     path = Path(name)
@@ -235,6 +242,6 @@ def hardware_named(name: str) -> HardwareProfile:
 
 
 def write_hardware(hardware: HardwareProfile, path: Path) -> None:
-    """Writes a profile as `hardware_named` reads it."""
+    """Writes a profile in the format that `hardware_named` reads."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(msgspec.json.format(msgspec.json.encode(hardware), indent=2) + b"\n")

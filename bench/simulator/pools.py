@@ -1,19 +1,20 @@
-"""Changes of simulated pools: a decode worker that joins under load, and flips by the planner.
+"""Simulates changes of pools: a decode worker that joins under load, and flips by the planner.
 
-`Evenness` samples the sequences of each decode worker, from just before the join on. The figures
-compare the fullest worker with the emptiest one:
+From just before the join, `Evenness` samples the number of sequences of each decode worker. The
+figures compare the worker with the most sequences and the worker with the least:
 
 | result             | unit |                                                                    |
 |--------------------|------|--------------------------------------------------------------------|
 | join/ratio_before  |      | most over least sequences when the worker has joined               |
-| join/ratio_after   |      | the same, `AFTER_S` later                                          |
-| join/balance       | s    | until the ratio was first below `EVEN`; absent if it never was     |
+| join/ratio_after   |      | most over least sequences, `AFTER_S` after the join                |
+| join/balance       | s    | from the join until the ratio is first below `EVEN`; absent: never |
 | join/moved         |      | sequences that moved                                               |
 
-`SimulatedPlanner` ticks `router.planning.planner` and sends its flips. The planner decides which
-worker flips to which role, as in a real deployment. A worker counts in the pool that it was told to
-join. It counts as changing until the machine has heard of its new role. At the first tick the pools
-have stood for a cool-down: the load comes to a running deployment, not to a starting one.
+`SimulatedPlanner` calls `router.planning.planner` regularly and sends the flips that it decides.
+The planner decides which worker flips to which role, as in a real deployment. A worker counts in
+the pool of the role that it was ordered to have. It counts as changing until the machine has
+received its new role. At the first tick, the cool-down after the last change of the pools is over,
+because the load begins on a deployment that already runs.
 """
 
 import math
@@ -33,7 +34,7 @@ EVEN = 1.5
 
 @dataclass(slots=True)
 class Evenness:
-    """The sequences of decode workers over time, since a worker joined at `began_s`."""
+    """The numbers of sequences of decode workers over time. A worker joined at `began_s`."""
 
     began_s: float
     samples: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
@@ -46,12 +47,12 @@ class Evenness:
 
 
 def ratio(nums: Sequence[int]) -> float:
-    """Returns the most over the least sequences of a worker; zero counts as one."""
+    """Returns the most over the least sequences of any worker. Zero sequences count as one."""
     return max(*nums, 1) / max(min(nums), 1)
 
 
 def join_figures(evenness: Evenness | None, num_moved: int) -> dict[str, Figure]:
-    """Returns the figures of the table above; none if no worker joined."""
+    """Returns the figures of the table in this module's docstring; empty if no worker joined."""
     if evenness is None or not evenness.samples:
         return {}
     samples = evenness.samples
@@ -73,7 +74,7 @@ EVERY_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class SimulatedDecision:
-    """A plan of the planner, its time, and the pools that it was made for."""
+    """A decision of the planner, its time, and the pools at that time."""
 
     at_s: float
     pools: PoolSizes
@@ -81,22 +82,22 @@ class SimulatedDecision:
 
     @property
     def num_flips(self) -> int:
-        """Workers that are told to change their role."""
+        """Returns the number of workers that are ordered to change their role."""
         return abs(self.plan.prefill - self.pools.prefill)
 
 
 class SimulatedPlanner:
-    """Asks the planner about the machine's workers."""
+    """Calls the planner with the machine's view of the workers."""
 
     def __init__(self, rules: PlannerRules, machine: RouterMachine) -> None:
         self._rules = rules
-        self._planner: Planner | None = None  # until the first tick
+        self._planner: Planner | None = None  # made at the first tick
         self._machine = machine
         self._told: dict[WorkerId, Role] = {}
         self.decisions: list[SimulatedDecision] = []
 
     def tick(self, now_s: float) -> Iterator[tuple[WorkerId, SetRole]]:
-        """Yields the role changes that workers are told now."""
+        """Yields the changes of roles that the planner orders at this time."""
         pools = self._pools()
         self._planner = self._planner or self._at_rest(pools, now_s)
         plan = self._planner.decide(self._machine.demand.observe(now_s), pools, now_s)

@@ -1,12 +1,13 @@
-"""Prompts of a trace, as the gateway and the workers see them.
+"""Makes the prompts of a trace, in the form that the gateway and the workers read.
 
-If the workers' blocks are as large as the trace's, a block's hash is made of the trace's id for it
-and of the hash before, as a real hash is made of tokens. Code that would hash a prompt's tokens
-gets these hashes instead, so that millions of tokens are not hashed three times. The tokens of full
-blocks are then never read: they are all equal, and `Unwritten`. A prompt costs memory by its
-blocks, not by its length. With blocks of another size the tokens are real.
+If the workers' block size is the trace's, a block's hash is computed from the trace's block id and
+the previous hash. A real hash is computed from tokens instead. Code that would hash a prompt's
+tokens gets these hashes, so that millions of tokens are not hashed three times. The tokens of full
+blocks are then never read, so they are all equal and are not stored (`Unwritten`). The memory of a
+prompt depends on its number of blocks, not on its length. With another block size, the tokens are
+stored.
 
-The tokens of an answer depend on seed and position alone, so they do not depend on the worker.
+The tokens of an answer depend only on seed and position, so they do not depend on the worker.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,25 +21,27 @@ from engine.worker.blocks import BlockHash, hash_block
 from engine.worker.intake import MAX_ID, PromptFacts, read_prompt
 from router.machine.requests import PrefixHashes
 
-_SEED_STRIDE, _SEEDS = 7919, 2**30  # make the tokens of different seeds differ
+_SEED_STRIDE, _SEEDS = 7919, 2**30  # constants that make the tokens of different seeds differ
 
 
 def base_of(sampling: Sampling) -> int:
-    """Returns a number: an answer's token at position i is this number plus i."""
+    """Returns the base of an answer's tokens: the token at position i is base + i."""
     return sampling.seed * _SEED_STRIDE % _SEEDS
 
 
 class Unwritten(Sequence[int]):
-    """A prompt of equal tokens and its answer so far, without the memory of a list.
+    """A sequence of tokens, a prompt and its answer so far, that stores no token.
 
-    It acts like a list of tokens; a slice is another `Unwritten`. It grows only by the answer's
-    next tokens, which are not stored either.
+    It has the methods of a list of tokens; a slice is another `Unwritten`. Only the answer's next
+    tokens can be appended, and they are not stored either.
     """
 
     __slots__ = ("_base", "_fill", "_length", "_prompt_len")
 
     def __init__(self, fill: int, prompt_len: int, base: int, length: int | None = None) -> None:
-        """Holds `prompt_len` times `fill`; after that, `base` + i at each position i."""
+        """Makes a sequence of `prompt_len` times `fill`, followed by `base` + i at each position
+        i.
+        """
         self._fill = fill
         self._prompt_len = prompt_len
         self._base = base
@@ -88,7 +91,7 @@ class Unwritten(Sequence[int]):
 
 
 class SimulatedPrompts:
-    """The prompts of open requests."""
+    """The prompts of the requests that have not ended."""
 
     def __init__(self, trace: Trace, block_size: int) -> None:
         self._block_tokens = trace.block_tokens
@@ -98,12 +101,14 @@ class SimulatedPrompts:
     def open(
         self, request_id: RequestId, asked: TraceRequest, sampling: Sampling
     ) -> tuple[Sequence[int], PrefixHashes | None]:
-        """Returns a prompt's tokens, and its blocks' hashes unless these are made of tokens."""
+        """Returns a prompt's tokens, and its blocks' hashes. The hashes are None if they are
+        computed from tokens.
+        """
         if self._block_tokens != self._block_size:
             return tuple(prompt_tokens(asked, self._block_tokens)), None
         hashes = _hashes(asked.block_ids[: asked.input_len // self._block_size])
         self._hashes[request_id] = hashes
-        last_id = asked.block_ids[-1]  # the last block may not be full
+        last_id = asked.block_ids[-1]  # id of the last block, which may be partly filled
         tokens = Unwritten(last_id, asked.input_len, base_of(sampling))
         return tokens, PrefixHashes({self._block_size: hashes})
 
@@ -112,7 +117,7 @@ class SimulatedPrompts:
         self._hashes.pop(request_id, None)
 
     def read(self, message: ComputePrompt | Decode | OfferPrefix, block_size: int) -> PromptFacts:
-        """Reads a prompt, as an `engine.worker.intake.ReadPrompt`."""
+        """Returns the facts of a prompt. It is an `engine.worker.intake.ReadPrompt`."""
         request_id, _, _ = message.seq_id.partition(".")
         known = self._hashes.get(request_id)
         if known is None:
@@ -136,7 +141,9 @@ def _hashes(block_ids: Sequence[int]) -> list[BlockHash]:
 def _with_answer(
     known: list[BlockHash], token_ids: Sequence[int], block_size: int
 ) -> list[BlockHash]:
-    """Returns the hashes of all full blocks of a prompt, a part of it, or it with its answer."""
+    """Returns the hashes of all full blocks in a prompt, in a part of it, or in a prompt with its
+    answer.
+    """
     num_full = len(token_ids) // block_size
     hashes = known if num_full >= len(known) else known[:num_full]
     for index in range(len(known), num_full):

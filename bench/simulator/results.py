@@ -1,21 +1,21 @@
-"""The figures of a simulation. Pure.
+"""Computes the figures of a simulation. Pure.
 
-Latencies are of finished answers, seen at the gateway, in milliseconds. A refused or failed
-request meets no SLO. ITL percentiles cover all gaps of all answers. Goodput follows the three usual
-definitions of `bench.client.load`, also per GPU. Mooncake's effective capacity is given at the
-bounds of its paper too: TTFT 30 s, and TBT 100, 200 and 300 ms. DistServe's goodput takes several
-simulations: see `goodput`.
+Latencies are those of finished answers, measured at the gateway, in milliseconds. A refused or
+failed request meets no SLO. ITL percentiles cover all gaps of all answers. Goodput follows the
+three usual definitions of `bench.client.load`, also per GPU. Mooncake's effective capacity is also
+computed for the bounds of its paper: TTFT 30 s, and TBT 100, 200 and 300 ms. DistServe's goodput
+needs several simulations (see `goodput`).
 
-Prefix hits are prompt tokens that were found cached or pulled, of all prompt tokens.
-`infinite_cache` is the share that a cache that never evicts would have had.
+Prefix hits are the share of all prompt tokens that were cached or pulled. `infinite_cache` is this
+share for a cache that never evicts.
 
-Stores are reported by medium. A hit of a store is a prompt token that it leased to a worker, as a
-share of all prompt tokens, and counts where the block was when it was asked for. Reads, evictions
-and dropped blocks are summed over all stores; writes that were dropped never reached a lower
-tier. Blocks were dropped if the store wanted them from a worker and did not get them.
+Figures of stores are by medium. The hits of a store are the prompt tokens that it leased to
+workers, as a share of all prompt tokens. A hit counts for the medium that had the block at the
+request. Reads, evictions and dropped blocks are summed over all stores. A dropped write never
+reached a lower tier. A block is dropped if the store requested it from a worker and did not get it.
 
-A pool's utilisation is the share of the time that its workers spent in steps. Costs are those of
-all GPUs for the whole run, divided by all tokens, prompts included.
+A pool's utilisation is the share of time that its workers spent in steps. Costs are the price of
+all GPUs for the whole run, divided by all tokens, including prompts.
 """
 
 import math
@@ -78,9 +78,9 @@ def streamed_figures(
     *,
     usd_per_gpu_hour: float,
 ) -> dict[str, Figure]:
-    """Simulates requests without keeping any, and returns the figures: see `simulate_stream`.
+    """Simulates requests without keeping them (see `simulate_stream`) and returns the figures.
 
-    Percentiles of gaps come from a sketch.
+    Percentiles of gaps are those of a `GapSketch`.
     """
     tally, gaps, cache = RequestTally(), GapSketch(), InfiniteCache(trace.block_tokens)
 
@@ -109,7 +109,7 @@ def figures_of_tally(
     infinite_hits: float,
     usd_per_gpu_hour: float,
 ) -> dict[str, Figure]:
-    """Returns the figures of a simulation by the tally of its requests."""
+    """Returns the figures of a simulation from the tally of its requests."""
     return {
         **_latency_figures(tally, gaps),
         **_goodput_figures(run, tally, slo),
@@ -139,27 +139,27 @@ def _latency_figures(tally: RequestTally, gaps: Summary | None) -> dict[str, Fig
 
 
 def summary_of_gaps(records: Sequence[SimulatedRequest]) -> Summary | None:
-    """Returns the summary of all gaps between tokens of an answer, in seconds."""
+    """Returns the summary of all gaps between the tokens of an answer, in seconds."""
     parts = [*_gaps_s(records)]
     if not parts:
         return None
     total = sum(float(part.sum()) for part in parts)
     ordered: Values = np.concatenate(parts)
-    del parts  # the gaps of a long run take as much memory as its records
+    del parts  # freed early, because the gaps of a long run need as much memory as its records
     ordered.sort()
     p50, p90, p99 = (_percentile_of_sorted(ordered, q) for q in (50, 90, 99))
     return Summary(mean=total / len(ordered), p50=p50, p90=p90, p99=p99)
 
 
 def _percentile_of_sorted(ordered: Values, q: float) -> float:
-    """Interpolates as `bench.common.stats.percentile` does."""
+    """Interpolates like `bench.common.stats.percentile`."""
     at = (len(ordered) - 1) * q / 100
     low, high = float(ordered[math.floor(at)]), float(ordered[math.ceil(at)])
     return low + (high - low) * (at - math.floor(at))
 
 
 def _gaps_s(records: Sequence[SimulatedRequest]) -> Iterator[Values]:
-    """Yields the gaps of some records at a time."""
+    """Yields the gaps of all records, some records at a time."""
     for start in range(0, len(records), NUM_TOGETHER):
         some = records[start : start + NUM_TOGETHER]
         parts = [gaps_of(record.times_s) for record in some if len(record.times_s) > 1]
@@ -192,7 +192,7 @@ def _prefix_figures(tally: RequestTally, infinite_hits: float) -> dict[str, Figu
 
 
 def _store_figures(run: SimulatedRun, tally: RequestTally) -> dict[str, Figure]:
-    """Returns hits and work of the stores by medium; nothing without stores."""
+    """Returns hits and work of the stores by medium; empty without stores."""
     if not run.stores:
         return {}
     counters: Counter[str] = Counter()
@@ -224,7 +224,7 @@ def _store_figures(run: SimulatedRun, tally: RequestTally) -> dict[str, Figure]:
 
 
 def _sum_of(counters: Mapping[str, float], start: str) -> float:
-    """Returns the sum of the counters whose names begin like this."""
+    """Returns the sum of the counters whose names start with this prefix."""
     return sum(count for name, count in counters.items() if name.startswith(start))
 
 
@@ -275,7 +275,9 @@ def series_ms(run: SimulatedRun) -> Mapping[str, list[float]]:
 
 
 def spans_of(run: SimulatedRun) -> list[RequestSpan]:
-    """Returns all requests over the simulated time; refused and failed ones have no first token."""
+    """Returns the times of all requests on the simulated clock. Refused and failed requests have no
+    first token.
+    """
     return [_span(record) for record in run.records]
 
 

@@ -1,14 +1,14 @@
-"""A simulated store: the real machine, with prices in place of memory, disk and objects.
+"""Simulates a store: the real store machine, with prices in place of memory, disk and object store.
 
-It takes the block events of its node's workers when the gateway does. It asks these workers for
-blocks and pulls them, and workers pull from it, all by `transfers`, at the profile's price. Its
-lower tiers have prices of their own: see `tiers`.
+The store receives the block events of its node's workers at the same time as the gateway. It asks
+these workers for blocks and pulls the blocks. Workers also pull from the store. All pulls go
+through `transfers`, at the profile's price. The lower tiers have their own prices (see `tiers`).
 
-The machine has no turns: it handles each event at once. It is woken when it asks for that. While it
-waits for the right moment to take in a batch, it is woken every `RETRY_S` at most.
+The machine handles each event at once. It is woken at the times that it requests. While it waits
+until it may take in a batch, it is woken at least every `RETRY_S`.
 
-A live store measures how long its disk takes to read, and tells gateways. A simulated one tells
-them the price.
+A live store measures the read time of its disk and reports it to gateways. A simulated store
+reports the price of a read.
 """
 
 from collections.abc import Mapping, Sequence
@@ -66,7 +66,7 @@ RETRY_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class StoreRecord:
-    """The work of one store: its counters, and the blocks that it holds on each medium."""
+    """The work of one store: its counters, and the number of its blocks on each medium."""
 
     store_id: WorkerId
     counters: Mapping[str, float]
@@ -74,15 +74,15 @@ class StoreRecord:
 
 
 class StoreListener(FrameListener, Protocol):
-    """Receives what a store sends to gateways, and what it asks workers."""
+    """Receives the messages that a store sends to gateways and to workers."""
 
     def ask(self, store_id: WorkerId, worker_id: WorkerId, message: OfferBlocks | Cancel) -> None:
-        """Takes a store's message to a worker."""
+        """Delivers a store's message to a worker."""
         ...
 
 
 class SimStore:
-    """One store of the cluster: its machine, its lower tiers, and its frames."""
+    """One store of the cluster: its machine, its lower tiers, and the frames that it sends."""
 
     def __init__(  # noqa: PLR0913 - the parts of a store
         self,
@@ -95,8 +95,8 @@ class SimStore:
         listener: StoreListener,
         read: ReadPrompt,
     ) -> None:
-        """`read` is as in `engine.worker.intake.Intake`."""
-        self.worker_id = store_id  # its name as a side of transfers
+        """Sets up the store. `read` is the same as in `engine.worker.intake.Intake`."""
+        self.worker_id = store_id  # name of the store as a source or sink of transfers
         self._hardware = hardware
         self._future = future
         self._transfers = transfers
@@ -128,7 +128,7 @@ class SimStore:
         self.reports = True
 
     def welcome(self) -> Welcome:
-        """Returns the store's introduction to the gateway."""
+        """Returns the store's first message to the gateway."""
         return Welcome(
             version=PROTOCOL_VERSION,
             worker_id=self.worker_id,
@@ -141,13 +141,15 @@ class SimStore:
         )
 
     def record(self) -> StoreRecord:
-        """Returns what the store has done, and what it holds now."""
+        """Returns the store's counters and its current number of blocks."""
         shelves = self.machine.holdings.shelves
         num_held = {str(medium): len(shelf) for medium, shelf in shelves.items()}
         return StoreRecord(self.worker_id, self.machine.counters, num_held)
 
     def validate(self) -> None:
-        """Asserts the machine's invariants, and that nothing is leased or on its way."""
+        """Asserts the machine's invariants, and that there is no open lease and no running read or
+        write.
+        """
         self.machine.validate()
         for tier in self._tiers.values():
             tier.validate()
@@ -170,15 +172,15 @@ class SimStore:
         self._handle(PeerJoined(peer_id, is_store))
 
     def miss(self, peer_id: WorkerId) -> None:
-        """Removes a peer that is gone."""
+        """Removes a worker or store that has ended."""
         self._handle(PeerLost(peer_id))
 
     def follow(self, peer_id: WorkerId, events: Sequence[BlockEvent]) -> None:
-        """Handles block events of a peer."""
+        """Handles block events of a followed worker or store."""
         self._handle(PeerNews(peer_id, events))
 
     def answered(self, peer_id: WorkerId, message: BlocksOffered) -> None:
-        """Handles a worker's answer."""
+        """Handles a worker's answer to a request for blocks."""
         self._handle(FromPeer(peer_id, message))
 
     # ------------------------------------------------------------ events and effects
@@ -207,12 +209,12 @@ class SimStore:
             case LoadBlock() | WriteBlock():
                 self._tiers[effect.medium].submit(effect)
             case EraseBlock() | EraseAll():
-                pass  # costs nothing
+                pass  # takes no simulated time
             case _:
                 self._transfers.perform(self, effect)
 
     def _look_ahead(self) -> None:
-        """Wakes the machine earlier, if it asks for that."""
+        """Plans an earlier wake-up of the machine, if the machine requests one."""
         wake_s, now_s = self.machine.next_wake_s(), self._future.now_s
         if wake_s is None:
             return
@@ -222,7 +224,7 @@ class SimStore:
             self._future.plan(at_s, Rank.ROUTINE, self._on_wake, at_s)
 
     def _on_wake(self, at_s: float) -> None:
-        if at_s == self._wake_s:  # otherwise another wake-up came first
+        if at_s == self._wake_s:  # otherwise an earlier wake-up has replaced this one
             self._wake_s = None
             self._handle(StoreTick())
 
@@ -238,5 +240,7 @@ class SimStore:
 
 
 def store_of(seq_id: SeqId) -> WorkerId:
-    """Returns the store that a worker answers: its name begins the ids of its pulls."""
+    """Returns the store that asked for a worker's answer: the store's name is the prefix of its
+    pull ids.
+    """
     return WorkerId(seq_id.rpartition("-")[0])

@@ -1,6 +1,6 @@
-"""Recorded and synthetic loads: arrivals, lengths and shared prefixes of requests.
+"""Reads recorded loads and makes synthetic ones: arrivals, lengths and shared prefixes of requests.
 
-Four formats are read:
+Traces may have four formats:
 
     Mooncake   JSON lines of `timestamp` (ms), `input_length`, `output_length`, `hash_ids`; one id
                for each 512 tokens of the prompt, and equal ids mean an equal prefix up to there
@@ -12,8 +12,8 @@ Four formats are read:
                the answered requests, with as many tokens as they were answered with, and the others
                with as many as they asked for; ids stand for the workers' own blocks of tokens
 
-All formats have one form in memory. Every token of a block is the block's id, so equal ids give
-equal tokens and different ids different tokens.
+In memory, traces of all formats have the same form. Every token of a block is the block's id, so
+equal ids give equal tokens, and different ids give different tokens.
 
 Sources: Qin et al., Mooncake, FAST 2025 (its traces: github.com/kvcache-ai/Mooncake); Azure's
 public LLM inference traces (github.com/Azure/AzurePublicDataset); the moments of `synthetic`,
@@ -43,11 +43,11 @@ MOONCAKE_BLOCK_TOKENS = 512
 FORMAT = "baton-trace"
 T = TypeVar("T")
 VERSION = 1
-MAX_ID = 2**31 - 1  # largest id of a token, and so of a block
+MAX_ID = 2**31 - 1  # largest id of a token, and therefore of a block
 
 
 class TraceError(ConfigError):
-    """A trace cannot be read; the message names the line and the reason."""
+    """A trace cannot be read. The message names the line and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class TraceRequest:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in order of arrival. A block id stands for `block_tokens` tokens."""
+    """Requests in order of arrival. A block id stands for a block of `block_tokens` tokens."""
 
     name: str
     block_tokens: int
@@ -71,15 +71,15 @@ class Trace:
 
     @property
     def duration_s(self) -> float:
-        """Seconds from the start to the last arrival."""
+        """Returns the seconds from the start to the last arrival."""
         return self.requests[-1].arrived_s if self.requests else 0.0
 
     def first(self, num_requests: int) -> "Trace":
-        """Returns the first requests of this trace."""
+        """Returns a trace of the first requests."""
         return replace(self, requests=self.requests[:num_requests])
 
     def sped_up(self, factor: float) -> "Trace":
-        """Returns the same requests with `factor` times the arrival rate."""
+        """Returns the same requests at `factor` times the arrival rate."""
         if not factor > 0 or not math.isfinite(factor):
             raise TraceError(f"a trace cannot be sped up by {factor}")
         return replace(
@@ -87,7 +87,9 @@ class Trace:
         )
 
     def shortened(self, factor: int) -> "Trace":
-        """Returns all lengths divided by `factor`, rounded up; prefixes stay shared."""
+        """Returns the trace with all lengths divided by `factor`, rounded up. Shared prefixes stay
+        shared.
+        """
         if factor < 1 or self.block_tokens % factor:
             fits = next(n for n in range(max(factor, 1), 0, -1) if self.block_tokens % n == 0)
             raise TraceError(
@@ -110,7 +112,7 @@ class Trace:
 
 
 def prompt_tokens(request: TraceRequest, block_tokens: int) -> list[int]:
-    """Returns the prompt's tokens: each block's id, once for each of its tokens."""
+    """Returns the prompt's tokens. Every token of a block is the block's id."""
     tokens: list[int] = []
     for block_id in request.block_ids:
         tokens += [block_id] * min(block_tokens, request.input_len - len(tokens))
@@ -118,7 +120,7 @@ def prompt_tokens(request: TraceRequest, block_tokens: int) -> list[int]:
 
 
 def with_ids(trace: Trace) -> Trace:
-    """Returns the trace with fresh block ids for the prompts that have none."""
+    """Returns the trace with new block ids for the prompts that have none."""
     taken = max((i for r in trace.requests for i in r.block_ids), default=0)
     fresh = count(taken + 1)
     requests = [
@@ -160,7 +162,7 @@ class _Line(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
 
 
 def read_trace(path: Path) -> Trace:
-    """Returns the trace in a file of any of the four formats, beginning with its first request.
+    """Reads a trace from a file in any of the four formats. Its time 0 is the first request.
 
     Raises TraceError, which names file and line.
     """
@@ -199,7 +201,9 @@ def write_trace(trace: Trace, path: Path) -> None:
 
 
 def _decoded(path: Path, lines: Sequence[str], form: type[T], *, first: int = 1) -> Iterator[T]:
-    """Decodes each line of JSON. Raises TraceError, with numbers of lines from `first` on."""
+    """Decodes JSON lines. Raises TraceError with the line number; the first line has the number
+    `first`.
+    """
     decoder = msgspec.json.Decoder(form)
     for number, line in enumerate(lines, start=first):
         try:
@@ -246,7 +250,7 @@ def _read_recording(path: Path) -> tuple[int, list[TraceRequest]]:
 
 
 def _recorded(asked: RecordedRequest, block_tokens: int, ids: dict[BlockHash, int]) -> TraceRequest:
-    """Returns a recorded request with block ids; prompts with a common prefix share ids."""
+    """Returns a recorded request with block ids. Prompts with a common prefix share ids."""
     request = asked.request
     prompt, parent = request.token_ids, None
     block_ids: list[int] = []
@@ -268,7 +272,7 @@ def _read_azure(path: Path, lines: Sequence[str]) -> list[TraceRequest]:
     for number, row in enumerate(csv.reader(lines[1:]), start=2):
         try:
             at, context, generated = row
-            # Seven digits of a second are one more than `fromisoformat` takes.
+            # Azure's times have seven decimals of a second, but `fromisoformat` accepts only six.
             whole, _, fraction = at.partition(".")
             arrived_s = datetime.fromisoformat(whole + "+00:00").timestamp() + float(
                 f"0.{fraction or 0}"
@@ -301,7 +305,9 @@ def _check(path: Path, number: int, request: TraceRequest, block_tokens: int) ->
 
 
 def _from_zero(path: Path, requests: list[TraceRequest]) -> tuple[TraceRequest, ...]:
-    """Returns requests in order, the first at 0. A recording may be slightly out of order."""
+    """Returns requests in order of arrival, the first at time 0. A recording may be slightly out of
+    order.
+    """
     if not requests:
         raise TraceError(f"{path}: no requests")
     start_s = min(r.arrived_s for r in requests)
@@ -318,35 +324,35 @@ def _from_zero(path: Path, requests: list[TraceRequest]) -> tuple[TraceRequest, 
 class Chat:
     """The shape of a synthetic load: conversations of several turns behind a system prompt.
 
-    Each family has a system prompt of its own. The n-th family has 1/n of the conversations of the
-    first one.
-    Lengths are log-normal around their medians; `spread` is the deviation of their logarithm.
+    Conversations belong to families, and each family has its own system prompt. The n-th family has
+    1/n of the first family's conversations. Lengths are log-normal around their medians; `spread`
+    is the deviation of the lengths' logarithm.
     """
 
-    rate_per_s: float = 3.4  # requests
+    rate_per_s: float = 3.4  # requests per second
     mean_turns: float = 3.0
-    pause_s: float = 20.0  # from one turn of a conversation to the next, on average
+    pause_s: float = 20.0  # mean seconds between two turns of a conversation
     system_tokens: int = 512
-    input_tokens: int = 2048  # new ones, in the median
-    output_tokens: int = 256  # in the median
+    input_tokens: int = 2048  # median number of new prompt tokens of a turn
+    output_tokens: int = 256  # median number of answer tokens
     spread: float = 1.0
     families: int = 1
 
 
 def synthetic(chat: Chat, num_requests: int, rng: Random) -> Trace:
-    """Returns the first requests of `conversations`."""
+    """Returns a trace of the first requests of `conversations`."""
     requests = tuple(islice(conversations(chat, rng), num_requests))
     return Trace("synthetic", MOONCAKE_BLOCK_TOKENS, requests)
 
 
 def conversations(chat: Chat, rng: Random) -> Iterator[TraceRequest]:
-    """Yields requests of conversations without end; each turn sends all earlier turns along."""
+    """Yields requests of conversations, without end. A turn's prompt contains all earlier turns."""
     block_tokens = MOONCAKE_BLOCK_TOKENS
     num_system_ids = -(-chat.system_tokens // block_tokens)
     shares = [*accumulate(1 / number for number in range(1, chat.families + 1))]
     fresh = count(num_system_ids * chat.families)
-    # Future requests of begun conversations, by arrival. Requests before the next conversation
-    # begins are final, so few are made in vain.
+    # Future requests of started conversations, by arrival time. Requests before the begin of the
+    # next conversation are final, so only few requests are made and never used.
     coming: list[tuple[float, int, TraceRequest]] = []
     places = count()
     starts_s = 0.0
@@ -367,7 +373,7 @@ def _conversation(
     while True:
         length += _log_normal(chat.input_tokens, chat.spread, rng)
         output_len = _log_normal(chat.output_tokens, chat.spread, rng)
-        # The last block of the earlier turn was not full, so its id changes.
+        # The last block of the earlier turns was only partly filled, so its id changes.
         full = ids[: (length - 1) // MOONCAKE_BLOCK_TOKENS]
         num_missing = -(-length // MOONCAKE_BLOCK_TOKENS) - len(full)
         ids = full + tuple(next(fresh) for _ in range(num_missing))

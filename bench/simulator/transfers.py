@@ -1,11 +1,11 @@
-"""The virtual clock, and pulls between simulated workers.
+"""The virtual clock of a simulation, and pulls between simulated workers.
 
-The clock is a heap of future events, in order of time. A pull takes blocks in order, as they become
-ready, at the profile's price. It pays once for the request. Pulls share the links of their source
-and of their sink: with n pulls on the busier one of the two, each goes at 1/n of the speed. When
-the last block has arrived the lease ends, and both sides are told.
+The clock is a heap of future events, in order of time. A pull transfers blocks in order, as soon as
+they are ready, at the profile's price. The price includes the request once. Pulls share the links
+of their source and of their sink: if the busier of both links has n pulls, a pull runs at 1/n of
+its full speed. When the last block has arrived, the lease ends, and both sides get an event.
 
-Expiry, loss and other failures are not modelled.
+Expiry, loss and other failures are not simulated.
 """
 
 from bisect import bisect_left
@@ -36,18 +36,20 @@ from engine.worker.events import (
 
 
 class Rank:
-    """The order of events at the same moment: plain numbers, which are looked up and compared fast.
+    """The order of events at the same moment. Ranks are integers, because they are compared often.
 
-    A message that arrives at the end of a step is handled before the next step is planned.
+    Example: a message that arrives at the end of a step is handled before the next step is planned.
     """
 
     MESSAGE: Final = 0
     STEP_END: Final = 1
-    ROUTINE: Final = 2  # reports, deadlines
+    ROUTINE: Final = 2  # rank of reports and deadlines
 
 
 class Future:
-    """A heap of calls and the clock. Equal moments and ranks go in the order of planning."""
+    """The clock, and a heap of future calls. Calls of equal time and rank run in the order of
+    planning.
+    """
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -57,16 +59,16 @@ class Future:
 
     @property
     def num_events(self) -> int:
-        """Events that were run, the present one included."""
+        """Returns the number of events that were run, including the current one."""
         return self._num_planned - len(self._heap)
 
     def plan(self, at_s: float, rank: int, call: Callable[[Any], None], what: Any) -> None:
-        """Plans `call(what)` for a time that has not passed."""
+        """Plans `call(what)` for the current or a future time."""
         self._num_planned += 1
         heappush(self._heap, (at_s, rank, self._num_planned, call, what))
 
     def run(self) -> None:
-        """Runs events in order, until there are none or `stop` is called."""
+        """Runs events in order, until there are no more or `stop` is called."""
         heap, self._is_stopped = self._heap, False
         while heap and not self._is_stopped:
             at_s, _, _, call, what = heappop(heap)
@@ -75,21 +77,21 @@ class Future:
             call(what)
 
     def stop(self) -> None:
-        """Ends `run` after the present event."""
+        """Makes `run` return after the current event."""
         self._is_stopped = True
 
 
 TRANSPORT = "simulated"
-ROUNDING = 1e-6  # share of a block
+ROUNDING = 1e-6  # tolerated rounding error, as a share of a block
 
 
 class TransferSide(Protocol):
-    """A worker as a source or a sink of transfers."""
+    """A worker or store that is a source or a sink of transfers."""
 
     worker_id: WorkerId
 
     def receive(self, events: list[Event]) -> None:
-        """Takes events of its leases and pulls."""
+        """Handles events of its leases and pulls."""
         ...
 
 
@@ -98,19 +100,19 @@ class _Pull:
     source: TransferSide
     sink: TransferSide
     seq_id: SeqId
-    # rising indices in the lease; None: the lease is only held
+    # rising indices of blocks in the lease; None: no pull has started
     wanted: tuple[int, ...] | None = None
     num_asked: int = 0  # number of `wanted` blocks that are in flight or have arrived
-    left_s: float = 0.0  # remaining time of the blocks in flight, at full speed
-    share: float = 0.0  # the pull's share of the links; 0: nothing is in flight
-    since_s: float = 0.0  # the time at which `left_s` held
-    begun_s: float = 0.0  # start of the transfer that is in flight
-    transfer_s: float = 0.0  # total time with blocks in flight
+    left_s: float = 0.0  # seconds that the blocks in flight still need at full speed
+    share: float = 0.0  # share of full speed that the pull has; 0: no block is in flight
+    since_s: float = 0.0  # time to which `left_s` refers
+    begun_s: float = 0.0  # start time of the current transfer
+    transfer_s: float = 0.0  # total seconds with blocks in flight
     ready_s: float = 0.0  # time at which the last block became ready
-    ends_s: float = 0.0  # the end that was planned last
+    ends_s: float = 0.0  # end of the current transfer, as planned last
 
     def go_on(self, now_s: float) -> None:
-        """Updates the remaining time to the present."""
+        """Updates `left_s` to the current time."""
         self.left_s -= self.share * (now_s - self.since_s)
         self.since_s = now_s
 
@@ -126,7 +128,7 @@ _Flows = dict[LeaseId, _Pull]
 
 
 class Transfers:
-    """All leases of the cluster."""
+    """All leases of the cluster, and the pulls that use them."""
 
     def __init__(
         self, future: Future, cost: PullCost, layout: KVLayout, *, latency_s: float
@@ -137,14 +139,14 @@ class Transfers:
         self._latency_s = latency_s
         self._leases: dict[LeaseId, _Lease] = {}
         self._held: dict[tuple[WorkerId, SeqId], LeaseId] = {}
-        # pulls in flight, by source and by sink
+        # pulls with blocks in flight, by source and by sink
         self._out: defaultdict[WorkerId, _Flows] = defaultdict(dict)
         self._into: defaultdict[WorkerId, _Flows] = defaultdict(dict)
         self._num_open: Counter[WorkerId] = Counter()
 
     @property
     def num_leases(self) -> int:
-        """Open leases."""
+        """Returns the number of open leases."""
         return len(self._leases)
 
     def num_leases_of(self, source: WorkerId) -> int:
@@ -152,7 +154,7 @@ class Transfers:
         return self._num_open[source]
 
     def perform(self, side: TransferSide, order: TransferOrder) -> None:
-        """Performs an order of a side's machine, as a transfer endpoint does."""
+        """Carries out an effect of a side's machine, as a transfer endpoint does."""
         match order:
             case OpenLease(lease_id):
                 self.open(side, lease_id)
@@ -182,7 +184,7 @@ class Transfers:
         self._go_on(lease_id, lease)
 
     def revoke(self, lease_id: LeaseId) -> None:
-        """Ends a lease on the source's order, and fails its pull."""
+        """Ends a lease as ordered by its source. The lease's pull fails."""
         lease = self._leases.get(lease_id)
         if lease is None:
             return
@@ -202,7 +204,7 @@ class Transfers:
         self._held[sink.worker_id, seq_id] = ref.lease_id
 
     def start(self, sink: TransferSide, seq_id: SeqId, indices: tuple[int, ...]) -> None:
-        """Starts the pull of these blocks of a held lease."""
+        """Starts to pull these blocks of a held lease."""
         lease_id = self._held.get((sink.worker_id, seq_id))
         if lease_id is None:  # the lease has ended, and the sink will be informed
             return
@@ -215,7 +217,7 @@ class Transfers:
             self._send(lease_id, lease.pull, self._cost.fixed_s)
 
     def abort(self, sink: TransferSide, seq_id: SeqId) -> None:
-        """Gives up a lease that a sink holds."""
+        """Releases a lease that a sink holds."""
         lease_id = self._held.get((sink.worker_id, seq_id))
         if lease_id is None:
             return
@@ -228,7 +230,7 @@ class Transfers:
     # ------------------------------------------------------------ transfers
 
     def _go_on(self, lease_id: LeaseId, lease: _Lease) -> None:
-        """Sends the blocks that are ready and wanted, but not yet in flight."""
+        """Sends the blocks that are ready and wanted, but not in flight yet."""
         pull = lease.pull
         if pull is None or not pull.wanted or pull.num_asked == len(pull.wanted):
             return
@@ -244,7 +246,7 @@ class Transfers:
         self._send(lease_id, pull, seconds)
 
     def _send(self, lease_id: LeaseId, pull: _Pull, seconds: float) -> None:
-        """Adds a transfer, given by its time at full speed, to the blocks in flight."""
+        """Adds blocks to those in flight. `seconds` is their time at full speed."""
         pull.go_on(self._future.now_s)
         pull.left_s += seconds
         if pull.share:
@@ -256,7 +258,7 @@ class Transfers:
         self._share(pull)
 
     def _share(self, changed: _Pull) -> None:
-        """Divides the links anew after a pull has begun or ended."""
+        """Divides the links again, after a pull has begun or ended."""
         out, into = self._flows_of(changed)
         for lease_id, pull in {**out, **into}.items():
             pull.go_on(self._future.now_s)
@@ -264,7 +266,7 @@ class Transfers:
             self._plan_end(lease_id, pull)
 
     def _stop(self, lease_id: LeaseId, pull: _Pull) -> None:
-        """Frees the links of a pull that has nothing in flight any more."""
+        """Removes a pull from its links when it has no more blocks in flight."""
         if not pull.share:
             return
         now_s = self._future.now_s
@@ -276,7 +278,7 @@ class Transfers:
         self._share(pull)
 
     def _flows_of(self, pull: _Pull) -> tuple[_Flows, _Flows]:
-        """Returns the pulls in flight from the source and to the sink of a pull."""
+        """Returns the pulls in flight from a pull's source, and those to its sink."""
         return self._out[pull.source.worker_id], self._into[pull.sink.worker_id]
 
     def _arrived(self, pull: _Pull) -> tuple[int, ...]:
@@ -296,8 +298,8 @@ class Transfers:
         self._future.plan(pull.ends_s, Rank.MESSAGE, end, pull.ends_s)
 
     def _on_end(self, lease_id: LeaseId, pull: _Pull, ends_s: float) -> None:
-        """Completes the blocks in flight, unless the pull has failed or its end was planned
-        anew.
+        """Completes the blocks in flight, unless the pull has failed or its planned end has
+        changed.
         """
         lease = self._leases.get(lease_id)
         if lease is None or lease.pull is not pull or not pull.share or pull.ends_s != ends_s:

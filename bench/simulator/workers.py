@@ -1,17 +1,20 @@
-"""A simulated worker: the real core, with a price in place of the forward pass.
+"""Simulates a worker: the real core, with a price in place of the forward pass.
 
-It takes turns as the worker host does: all events that arrived, a report if one is due, a plan, the
-step, its results. Between the plan and the results only time passes.
+A worker runs the same cycle as the worker host: it handles all events that arrived, sends a report
+if one is due, plans a step, runs it, and processes its results. Between plan and results, only the
+clock advances.
 
-*Stretches.* While only decoding goes on, no block fills up and no answer ends, each step is like
-the next: the schedulers would plan the same rows again. Such steps form one stretch. The core plans
-it once. At its end it gets all tokens of a row, as if a draft had been accepted. Each token still
-has its own time. An event for the worker cuts the stretch after the running step.
+*Stretches.* While the worker only decodes, no block fills up and no answer ends, each step is like
+the next: the schedulers would plan the same rows again. Such steps form one stretch, which the core
+plans once. At the end of the stretch, the core gets all tokens of each row, in the form of an
+accepted draft. Each token still has its own time. An event for the worker ends the stretch after
+the running step.
 
-*Reports.* The gateway hears of a sequence's first tokens and of its end at once. Tokens in between
-may wait for the next report, in one message. Before the machine decides anything, `settle` returns
-the tokens that a live worker would have sent by then. So the results are those of single steps, if
-the router is given the costs of workers. If it learns them, it sees a stretch as one sample.
+*Reports.* A sequence's first tokens and its end are sent to the gateway at once. Other tokens may
+wait for the next report, in one message. Before the router machine makes a decision, `settle`
+returns the tokens that a live worker would have sent by then. So the results are equal to those of
+single steps, if the router has the workers' costs as a setting. If the router measures the costs,
+it gets one sample for a whole stretch.
 """
 
 import math
@@ -64,13 +67,14 @@ from engine.worker.intake import Intake, ReadPrompt, read_prompt
 
 REPORT_EVERY_S = 1.0
 NOTHING = RowResult()
-# Tokens of an answer. A range acts like the tuple or list of them.
+# Tokens of an answer as a range, which has the methods of a tuple or list.
 _tuple_of = cast("Callable[[int, int], tuple[int, ...]]", range)
 _list_of = cast("Callable[[int, int], list[int]]", range)
 
 
-class Said(msgspec.Struct, frozen=True):  # a struct, as one is created for each sequence and report
-    """A message, and the times at which its tokens were chosen."""
+# a struct for speed, because one is created for each sequence and report
+class Said(msgspec.Struct, frozen=True):
+    """A message, and the times at which its tokens were sampled."""
 
     message: ToGateway
     times_s: Sequence[float] = ()
@@ -84,15 +88,15 @@ class Frame(msgspec.Struct, frozen=True):
 
 
 class FrameListener(Protocol):
-    """Receives the frames of workers."""
+    """Receives the frames that workers send."""
 
     def on_frame(self, worker_id: WorkerId, frame: Frame) -> None:
-        """Takes a frame that a worker sends now."""
+        """Handles a frame that a worker sends at this moment."""
         ...
 
 
 class _Stretch(msgspec.Struct):
-    """Steps of equal rows; the last one ends at `ends_s[-1]`. The first rows decode."""
+    """Equal steps, the last of which ends at `ends_s[-1]`. The first rows of a step decode."""
 
     rows: Sequence[Row]
     num_decoding: int
@@ -103,16 +107,18 @@ class _Stretch(msgspec.Struct):
 
 @dataclass(slots=True)
 class _Told:
-    """What the gateway has heard of a decoding sequence, which has a token in every step."""
+    """What was reported to the gateway about a decoding sequence. A decoding sequence has a token
+    in every step.
+    """
 
     max_len: int
-    token: int  # the next token
-    step: int = 0  # step of the next token, counted over all decode steps of this worker
-    has_begun: bool = False  # the first tokens were reported
+    token: int  # the next token to report
+    step: int = 0  # step of the next token, as an index in all decode steps of this worker
+    has_begun: bool = False  # True: the first tokens were reported
 
 
 class SimWorker:
-    """One worker of the cluster: its core, its pool, and its frames."""
+    """One worker of the cluster: its core, its block pool, and the frames that it sends."""
 
     def __init__(  # noqa: PLR0913 - the parts of a worker
         self,
@@ -128,9 +134,10 @@ class SimWorker:
         crowd: Crowd | None = None,
         stretch: float | None = None,
     ) -> None:
-        """`read` is as in `engine.worker.intake.Intake`, `stretch` as in `Welcome`.
+        """Sets up the worker. `read` is that of `engine.worker.intake.Intake`, `stretch` that of
+        `Welcome`.
 
-        Without `leaps` each step is simulated.
+        If `leaps` is off, each step is simulated separately.
         """
         self.worker_id = worker_id
         self.role = role
@@ -156,19 +163,19 @@ class SimWorker:
         )
         self._decode = self.core.decode
         self._inbox: list[Event] = []
-        self._expected: dict[SeqId, _Told] = {}  # sequences that are to decode here
-        self._told: dict[SeqId, _Told] = {}  # sequences that have begun to decode
-        self._ends_s = array("d")  # when the latest decode steps ended
-        self._num_earlier = 0  # decode steps before these
+        self._expected: dict[SeqId, _Told] = {}  # sequences that will decode here
+        self._told: dict[SeqId, _Told] = {}  # sequences that decode here
+        self._ends_s = array("d")  # end times of the latest decode steps
+        self._num_earlier = 0  # number of decode steps before those in `_ends_s`
         self._stretch: _Stretch | None = None
-        self._said: list[Said] = []  # messages of this turn
+        self._said: list[Said] = []  # messages of the current cycle
         self._next_report_s = 0.0
         self._report_planned = False
-        self._has_news = True  # True if something changed since the last report
+        self._has_news = True  # True: something has changed since the last report
         self.reports = True
 
     def welcome(self) -> Welcome:
-        """Returns the worker's introduction to the gateway."""
+        """Returns the worker's first message to the gateway."""
         return Welcome(
             version=PROTOCOL_VERSION,
             worker_id=self.worker_id,
@@ -184,7 +191,7 @@ class SimWorker:
     # ------------------------------------------------------------ what comes in
 
     def receive(self, events: list[Event]) -> None:
-        """Takes events, which are handled when the running step ends."""
+        """Receives events, which are handled when the running step ends."""
         self._inbox += events
         if self._stretch is None:
             self._run_next()
@@ -192,20 +199,21 @@ class SimWorker:
             self._cut(self._stretch)
 
     def settle(self, until_s: float) -> list[Said]:
-        """Returns the new tokens that a live worker would have reported by then."""
+        """Returns the new tokens that a live worker would have reported by this time."""
         if not self._told:
             return []
         num_over = bisect_right(self._ends_s, until_s)
         stretch = self._stretch
         if num_over == len(self._ends_s) and stretch is not None and stretch.num_decoding:
-            # The last step has not ended, even if it ends at this moment.
+            # The last step has not been processed, even if it ends at this moment.
             num_over += bisect_right(stretch.ends_s, until_s, 0, len(stretch.ends_s) - 1)
         return self._unreported(self._num_earlier + num_over)
 
     def _unreported(self, until_step: int) -> list[Said]:
-        """Returns the unreported tokens of all steps before that one."""
+        """Returns the unreported tokens of all steps before `until_step`."""
         said: list[Said] = []
-        step, times_s = until_step, array("d")  # most sequences share it
+        # computed once, because most sequences have the same range of steps
+        step, times_s = until_step, array("d")
         for seq_id, told in self._told.items():
             if told.step < until_step:
                 if told.step != step:
@@ -215,7 +223,7 @@ class SimWorker:
         return said
 
     def _times_s(self, step: int, until_step: int) -> "array[float]":
-        """Returns the ends of the steps from `step` until before `until_step`."""
+        """Returns the end times of the steps from `step` up to, but not including, `until_step`."""
         begin, end = step - self._num_earlier, until_step - self._num_earlier
         times_s = self._ends_s[begin:end]
         if end > (num_ended := len(self._ends_s)):
@@ -265,7 +273,7 @@ class SimWorker:
                 continue
             message = event.message
             if isinstance(message, Decode | Generate):
-                # One token will have been chosen when it begins to decode.
+                # One token will already be sampled when the sequence begins to decode.
                 token = base_of(message.sampling) + len(message.token_ids) + 1
                 self._expected[message.seq_id] = _Told(message.limits.max_len, token)
             elif isinstance(message, Cancel):
@@ -281,7 +289,9 @@ class SimWorker:
             self._run_next()
 
     def _report(self) -> None:
-        """Reports the worker's load. Reports without news are left out; later ones keep time."""
+        """Reports the worker's load. A report without changes is not sent, but later reports keep
+        their times.
+        """
         late_s = self._future.now_s - self._next_report_s
         num_left_out = late_s // REPORT_EVERY_S
         self._next_report_s = (
@@ -291,7 +301,8 @@ class SimWorker:
         ) + REPORT_EVERY_S
         self._has_news = False
         load = self.core.load(self._transfers.num_leases_of(self.worker_id), {})
-        # The gateway must hear of all tokens that the load counts: it would take them for others'.
+        # The gateway must know all tokens that the load counts. It would count unknown tokens as
+        # another gateway's.
         self._said += self._unreported(self._num_steps_decoded)
         self._said.append(Said(load))
         self._num_earlier = self._num_steps_decoded
@@ -299,7 +310,7 @@ class SimWorker:
 
     @property
     def _num_steps_decoded(self) -> int:
-        """Decode steps before the running stretch."""
+        """Returns the number of decode steps before the running stretch."""
         return self._num_earlier + len(self._ends_s)
 
     # ------------------------------------------------------------ steps
@@ -328,7 +339,7 @@ class SimWorker:
         return self._stretch
 
     def _run_in_crowd(self, rows: Sequence[Row], price: StepPrice) -> None:
-        """Begins one step whose end depends on the other workers of the machine."""
+        """Begins one step. Its end depends on the other workers of the machine."""
         stretch = self._run(rows, price, array("d", (math.inf,)))
         on_end = partial(self._on_end_in_crowd, stretch)
         self._crowd.start(self.worker_id, price, self._pricing.step_s(price), on_end)
@@ -338,7 +349,7 @@ class SimWorker:
         self._on_end(stretch)
 
     def _num_alike(self, rows: Sequence[Row]) -> int:
-        """Returns the steps until an answer ends or a block is full, which the last step may do."""
+        """Returns the number of steps up to the one in which an answer ends or a block fills up."""
         told, size = self._told, self._block_size
         until_end = min([told[row.seq_id].max_len - row.start for row in rows]) - 1
         return min(until_end, min([len(row.block_table) * size - row.start for row in rows]))
@@ -348,7 +359,7 @@ class SimWorker:
         self._future.plan(stretch.planned_end_s, Rank.STEP_END, self._on_end, stretch)
 
     def _cut(self, stretch: _Stretch) -> None:
-        """Ends the stretch with the running step."""
+        """Ends the stretch after the running step."""
         num_steps = bisect_left(stretch.ends_s, self._future.now_s) + 1
         if num_steps < len(stretch.ends_s):
             del stretch.ends_s[num_steps:]
@@ -356,13 +367,15 @@ class SimWorker:
 
     def _on_end(self, stretch: _Stretch) -> None:
         if self._stretch is not stretch or stretch.planned_end_s != self._future.now_s:
-            return  # the stretch was cut
+            return  # the stretch was shortened, so another end is planned
         self._stretch = None
         self._perform(self._finish(stretch))
         self._run_next()
 
     def _finish(self, stretch: _Stretch) -> list[Effect]:
-        """Hands the results of a stretch to the core; they count as one step like the first."""
+        """Passes the results of a stretch to the core. All its steps count as one step with the
+        first step's costs.
+        """
         ends_s, num_steps = stretch.ends_s, len(stretch.ends_s)
         self.num_steps += num_steps
         self.busy_s += ends_s[-1] - stretch.began_s
@@ -377,14 +390,14 @@ class SimWorker:
     def _perform(self, effects: Sequence[Effect]) -> None:
         told = self._told
         for effect in effects:
-            if isinstance(effect, Emit):  # most effects
+            if isinstance(effect, Emit):  # checked first, because most effects are messages
                 message = effect.message
                 if (
                     isinstance(message, Tokens)
                     and message.finish is None
                     and told[message.seq_id].has_begun
                 ):
-                    continue  # reported with the next report, or before the next placement
+                    continue  # sent with the next report, or before the next placement
                 self._say(message)
             elif isinstance(effect, EmitToAll):
                 self.role = effect.message.role
@@ -393,7 +406,7 @@ class SimWorker:
                 self._transfers.perform(self, effect)
 
     def _flush(self) -> None:
-        """Sends all messages of this turn as one frame."""
+        """Sends all messages of the current cycle as one frame."""
         news = self.pool.pop_events()
         if self._said or news:
             frame = Frame(self._said, events_of(news, self._block_size))
@@ -401,7 +414,7 @@ class SimWorker:
             self._listener.on_frame(self.worker_id, frame)
 
     def _say(self, message: ToGateway) -> None:
-        """Adds a message to the frame, after the tokens before it."""
+        """Adds a message to the frame, after the unreported tokens of its sequence."""
         said, num_steps = self._said, self._num_steps_decoded
         match message:
             case Tokens(seq_id=seq_id, finish=finish):
@@ -431,23 +444,29 @@ class SimWorker:
 def ends_of_steps(
     cost: DecodeCost, price: StepPrice, num_steps: int, *, now_s: float, due_s: float
 ) -> "array[float]":
-    """Returns the ends of equal decode steps, fewer if a report is due before."""
+    """Returns the end times of equal decode steps. There are fewer steps if a report is due
+    before.
+    """
     num_rows, num_context = price.num_rows, price.num_context
     rows_s, context_s = cost.fixed_s + cost.row_s * num_rows, cost.context_s
-    first_s = rows_s + context_s * num_context  # as `cost.seconds`, without its call
-    if first_s > 0.0:  # no later step is shorter
+    first_s = rows_s + context_s * num_context  # equal to `cost.seconds`, without the call
+    if first_s > 0.0:  # no later step is shorter, because contexts grow
         num_steps = min(num_steps, max(int((due_s - now_s) / first_s), 0) + 2)
-    # In NumPy, as there may be hundreds. It adds one after the other, as single steps do.
+    # Uses NumPy, as there may be hundreds of steps. It adds one after the other, so sums are those
+    # of single steps.
     contexts = np.arange(num_context - num_rows, num_context + num_steps * num_rows, num_rows)
     steps_s = contexts * context_s + rows_s
     steps_s[0] = now_s
     ends_s = array("d", np.add.accumulate(steps_s).tobytes())
-    num_wanted = bisect_left(ends_s, due_s, 1) + 1  # the first step that ends then or later
+    # including the first step that ends at or after the due time
+    num_wanted = bisect_left(ends_s, due_s, 1) + 1
     return ends_s[1:num_wanted]
 
 
 def price_of(rows: Sequence[Row], num_decoding: int) -> StepPrice:
-    """Returns the sums that price a step; the first `num_decoding` rows decode a token each."""
+    """Returns the sums that price a step. Each of the first `num_decoding` rows decodes one
+    token.
+    """
     num_new = squares = 0
     for row in rows[num_decoding:]:
         num_tokens, start = len(row.token_ids), row.start
@@ -460,7 +479,7 @@ def price_of(rows: Sequence[Row], num_decoding: int) -> StepPrice:
 def _send(
     seq_id: SeqId, told: _Told, times_s: "array[float]", finish: FinishReason | None = None
 ) -> Said:
-    """Returns the next tokens of an answer, chosen at these times."""
+    """Returns the message with the next tokens of an answer, which were sampled at these times."""
     num_tokens = len(times_s)
     tokens = _list_of(told.token, told.token + num_tokens)
     told.step += num_tokens
@@ -470,7 +489,7 @@ def _send(
 
 
 def results_of(rows: Sequence[Row], num_tokens: int) -> list[RowResult]:
-    """Returns the tokens that follow each row; none for a row that samples nothing."""
+    """Returns the tokens that follow each row; empty for a row that samples no token."""
     results: list[RowResult] = []
     for row in rows:
         sampling = row.sampling

@@ -1,4 +1,4 @@
-"""The jobs of `baton bench engine`, and the options that it refuses."""
+"""The jobs of `baton bench engine`, and options that it must refuse."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""A decode worker that joins a simulated cluster under load takes its share."""
+"""A decode worker that joins a simulated cluster under load gets its share of the sequences."""
 
 import random
 
