@@ -136,7 +136,7 @@ class TransferEndpoint:
         self._blocks = self._pool.blocks
         by_memory = self._transports_by_memory()
         offers = self._offer_memory(by_memory)
-        words = self._open_words()
+        words = _open_words(config.transport, self._count)
         self._context = zmq.Context()
         self._doorkeeper.open(self._context)
         self._poller = select.epoll()
@@ -262,19 +262,6 @@ class TransferEndpoint:
                 self._count(f"fallbacks:{transport.name}_{error.fallback}")
                 log.warning("KV is not offered over %s: %s", transport.name, error)
         return offers
-
-    def _open_words(self) -> LeaseWords | None:
-        """Creates the lease words, if sinks may read the pool's memory directly."""
-        if self._config.transport is Transport.ZMQ:
-            return None
-        words = LeaseWords()
-        try:
-            words.open()
-        except NoWords as error:
-            self._count("fallbacks:lease_words_unavailable")
-            log.warning("leases have no words, so each pull waits for an answer: %s", error)
-            return None
-        return words
 
     # ------------------------------------------------------------ on the ordering thread
 
@@ -422,6 +409,20 @@ class TransferEndpoint:
 
     def _count(self, name: str, amount: float = 1) -> None:
         self._counters[name] += amount  # type: ignore[assignment]
+
+
+def _open_words(transport: Transport, count: Callable[[str], None]) -> LeaseWords | None:
+    """Creates the lease words, if sinks may read the pool's memory directly."""
+    if transport is Transport.ZMQ:
+        return None
+    words = LeaseWords()
+    try:
+        words.open()
+    except NoWords as error:
+        count("fallbacks:lease_words_unavailable")
+        log.warning("leases have no words, so each pull waits for an answer: %s", error)
+        return None
+    return words
 
 
 def _ways(offers: Offers) -> Iterator[str]:

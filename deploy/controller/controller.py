@@ -108,7 +108,8 @@ class PoolController:
         Raises ConfigError if a service fails to start while the deployment starts for the first
         time.
         """
-        room = await self._tasks.in_thread(self._find_room, self._plan.config.pools)
+        pools, num_gpus = self._plan.config.pools, self._plan.num_gpus
+        room = await self._tasks.in_thread(_find_room, self._launcher, num_gpus, pools)
         found = await self._tasks.in_thread(self._launcher.running)
         self._services.adopt(found)
         known = await self._known(room)
@@ -116,7 +117,7 @@ class PoolController:
         first = Intent(self._plan.first_versions, config.planner.mode)
         self.machine = PoolMachine(
             first if known is None else known.intent,
-            limits=self._limits(room),
+            limits=_limits(self._plan, room),
             gateways=self._plan.gateways,
             version=0 if known is None else known.version,
             is_guess=bool(found) and known is None,
@@ -176,19 +177,6 @@ class PoolController:
         False if the record contains earlier orders.
         """
         return self._intents.has_replaced and not self._is_restored
-
-    def _limits(self, room: RoomSeen) -> PoolLimits:
-        config = self._plan.config
-        idle = {name: model.idle_s for name, model in config.models.items()}
-        return PoolLimits(
-            room.max_workers,
-            room.why,
-            config.pools,
-            config.update,
-            idle_s={name: idle_s for name, idle_s in idle.items() if idle_s is not None},
-            gateways_share_socket=self._plan.ports is not None,
-            has_stores=config.store.is_on,
-        )
 
     def _adopt_found(self) -> None:
         """Reports the found services to the machine, and dials their workers and stores."""
@@ -332,7 +320,8 @@ class PoolController:
                 nodes = tuple(await self._tasks.in_thread(self._launcher.nodes))
                 self._handle(NodesSeen(nodes))
                 await self._ask_for_room()
-                room = await self._tasks.in_thread(self._find_room, self.config.pools)
+                pools, num_gpus = self.config.pools, self._plan.num_gpus
+                room = await self._tasks.in_thread(_find_room, self._launcher, num_gpus, pools)
                 limits = self.machine.limits
                 if room != RoomSeen(limits.max_workers, limits.why_no_more):
                     self._handle(room)
@@ -367,14 +356,6 @@ class PoolController:
             epoch_s=self._epoch_s,
         )
 
-    def _find_room(self, pools: PoolsConfig) -> RoomSeen:
-        """Returns the limit of workers: the configured limit, or else the launcher's room."""
-        if pools.max_workers is not None:
-            return RoomSeen(pools.max_workers, MAX_WORKERS)
-        num_gpus = self._plan.num_gpus
-        room = self._launcher.room(num_gpus)
-        return RoomSeen(room, f"{self._launcher.scarce(num_gpus)} ({MAX_WORKERS})")
-
     async def _ask_for_room(self) -> None:
         """Requests nodes from the launcher if the planner wants another number of workers."""
         if self.planning.room_for is None:
@@ -392,6 +373,28 @@ class PoolController:
         for decision in self.planning.tick(reports, infos, now_s):
             why = "; ".join(decision.reasons)
             self._report(f"planner ({decision.mode}): {decision}, because {why}")
+
+
+def _find_room(launcher: Launcher, num_gpus: int, pools: PoolsConfig) -> RoomSeen:
+    """Returns the limit of workers: the configured limit, or else the launcher's room."""
+    if pools.max_workers is not None:
+        return RoomSeen(pools.max_workers, MAX_WORKERS)
+    room = launcher.room(num_gpus)
+    return RoomSeen(room, f"{launcher.scarce(num_gpus)} ({MAX_WORKERS})")
+
+
+def _limits(plan: ControllerPlan, room: RoomSeen) -> PoolLimits:
+    config = plan.config
+    idle = {name: model.idle_s for name, model in config.models.items()}
+    return PoolLimits(
+        room.max_workers,
+        room.why,
+        config.pools,
+        config.update,
+        idle_s={name: idle_s for name, idle_s in idle.items() if idle_s is not None},
+        gateways_share_socket=plan.ports is not None,
+        has_stores=config.store.is_on,
+    )
 
 
 def _check_room(machine: PoolMachine) -> None:

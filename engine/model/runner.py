@@ -376,7 +376,8 @@ class TorchRunner:
                     self._forward, proposals, self._masks, self._clock
                 )
             elif self.draft_forward is not None:
-                verified = self._drafted_and_verified(self.draft_forward, proposals)
+                models = self._forward, self.draft_forward
+                verified = _drafted_and_verified(*models, proposals, self._masks, self._clock)
             else:
                 verified = self._forward.verify(proposals, self._masks, self._clock)
             results = verify.results(proposals, verified.chosen, verified.logits)
@@ -404,25 +405,6 @@ class TorchRunner:
         step.launch()
         self._last = step
         return step
-
-    def _drafted_and_verified(
-        self, draft: CpuForward | CudaForward | SharedForward, proposals: Sequence[DraftedRow]
-    ) -> Verified:
-        """Runs the draft model over the rows whose KV it computes, and the target over all rows."""
-        clock, masks, forward = self._clock, self._masks, self._forward
-        seen = [proposal for proposal in proposals if proposal.row.draft_token_ids]
-        if not seen:
-            return forward.verify(proposals, masks, clock)
-        seen.sort(key=_num_to_draft, reverse=True)
-        is_cpu = isinstance(forward, CpuForward) and isinstance(draft, CpuForward)
-        if is_cpu and seen[0].row.num_to_draft > 0:
-            drafting = forward.drafting(draft, seen, proposals)
-            if drafting is not None:
-                return forward.verify(proposals, masks, clock, drafting)
-        begin_s = clock.now_s()
-        draft.draft(seen, masks)
-        draft_s = clock.now_s() - begin_s
-        return forward.verify(proposals, masks, clock)._replace(draft_s=draft_s)
 
     def warm_up(self, clock: Clock | None = None) -> float:
         """Runs a chunk and a decode step on blocks that no sequence owns yet. Returns their
@@ -475,6 +457,29 @@ def _device(name: str) -> torch.device:
     if device is None or device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device {name!r} is neither cpu nor cuda")
     return device
+
+
+def _drafted_and_verified(
+    forward: CpuForward | CudaForward | SharedForward,
+    draft: CpuForward | CudaForward | SharedForward,
+    proposals: Sequence[DraftedRow],
+    masks: Masks,
+    clock: Clock,
+) -> Verified:
+    """Runs the draft model over the rows whose KV it computes, and the target over all rows."""
+    seen = [proposal for proposal in proposals if proposal.row.draft_token_ids]
+    if not seen:
+        return forward.verify(proposals, masks, clock)
+    seen.sort(key=_num_to_draft, reverse=True)
+    is_cpu = isinstance(forward, CpuForward) and isinstance(draft, CpuForward)
+    if is_cpu and seen[0].row.num_to_draft > 0:
+        drafting = forward.drafting(draft, seen, proposals)
+        if drafting is not None:
+            return forward.verify(proposals, masks, clock, drafting)
+    begin_s = clock.now_s()
+    draft.draft(seen, masks)
+    draft_s = clock.now_s() - begin_s
+    return forward.verify(proposals, masks, clock)._replace(draft_s=draft_s)
 
 
 def _choices(forward: CpuForward | CudaForward | SharedForward, attend: object) -> RunnerChoices:

@@ -117,9 +117,8 @@ class Fleet:
         self._kinds: dict[Hashable, int] = {}
         self._homes: dict[WorkerId, _Class] = {}
         self._stores: set[WorkerId] = set()  # stores to be added to C++, or added already
-        self._odd: set[WorkerId] = (
-            set()
-        )  # workers with another block size, or beyond the limit of kinds
+        # workers with another block size, or beyond the limit of kinds
+        self._odd: set[WorkerId] = set()
         self._unsure: set[WorkerId] = set()  # workers whose compute time is unknown
         self._shared: set[WorkerId] = set()  # workers that also compute for other gateways
         self._version = -1  # version of the estimates that C++ has
@@ -383,21 +382,17 @@ class Fleet:
         slots = [self._index.slots[name_on(info.worker_id, medium)] for medium in MEDIA]
         loads = [self._estimates.load_cost(store, medium) for medium in LOWER_MEDIA]
         news = structs.FleetStore(
-            self._group(info),
+            _group(self._groups, info),
             (ctypes.c_int32 * len(MEDIA))(*slots),
             (ctypes.c_double * len(MEDIA))(0.0, *(load.fixed_s for load in loads)),
             (ctypes.c_double * len(MEDIA))(0.0, *(load.block_s for load in loads)),
         )
         self._core.baton_fleet_put_store(self._handle, ctypes.byref(news))
 
-    def _group(self, info: Welcome) -> int:
-        """Returns a key of the workers that can use each other's blocks (`can_pull_from`)."""
-        return self._groups.setdefault((info.fingerprint, info.layout), len(self._groups))
-
     def _kind(self, number: int, worker: WorkerView) -> int | None:
         """Returns the number of a worker's kind; None if there are too many kinds."""
         info, role = worker.info, worker.info.role
-        group, pulls = self._group(info), info.pulls_unchanged
+        group, pulls = _group(self._groups, info), info.pulls_unchanged
         key = (number, group, info.stretch, pulls)
         kind = self._kinds.get(key)
         if kind is None:
@@ -411,6 +406,11 @@ class Fleet:
         infos = [home.worker.info for home in self._classes.values()]
         has_prefillers = self._num_prefillers > 0
         self._largest = _largest(infos, self._block_size, has_prefillers=has_prefillers)
+
+
+def _group(groups: dict[Hashable, int], info: Welcome) -> int:
+    """Returns a key of the workers that can use each other's blocks (`can_pull_from`)."""
+    return groups.setdefault((info.fingerprint, info.layout), len(groups))
 
 
 def _load(

@@ -403,9 +403,7 @@ class DiskTier:
             self._done.append(DiskDone(flight.request, reason))
 
     def _expire(self, now_s: float) -> None:
-        """Reports requests that exceed their timeout. Their slots stay busy until the engine's
-        outcome.
-        """
+        """Reports requests past their timeout. Slots stay busy until the engine's outcome."""
         for flight in self._flights.values():
             if flight.request is None or flight.is_late:
                 continue
@@ -432,15 +430,20 @@ class DiskTier:
         self._is_clearing = False
         self._table.drop_all()
         self._table.num_used = 0
-        try:
-            self._files.empty_table()
-        except OSError as error:
-            self._counters[f"errors:{reason_of(error.errno or 0)}"] += 1
-            log.warning("%s is not cleared, blocks may come back: %s", self._directory, error)
+        _empty(self._files, self._counters)
 
     def _fall_back(self, reason: str, message: str) -> None:
         self._counters[f"fallbacks:{reason}"] += 1
         log.warning("%s: blocks are read and written in a slower way: %s", self._directory, message)
+
+
+def _empty(files: SlabFiles, counters: Counter[str]) -> None:
+    """Clears all headers on disk."""
+    try:
+        files.empty_table()
+    except OSError as error:
+        counters[f"errors:{reason_of(error.errno or 0)}"] += 1
+        log.warning("%s is not cleared, blocks may come back: %s", files.directory, error)
 
 
 def _recovered(files: SlabFiles, geometry: DiskGeometry, counters: Counter[str]) -> RecoveredBlocks:

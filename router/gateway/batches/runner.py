@@ -44,6 +44,7 @@ from router.gateway.batches.records import BatchRecord, BatchStatus
 from router.gateway.batches.stepping import BatchGate, VersionLeaves
 from router.gateway.metrics.meters import INVALID, GatewayMetrics, RequestMeter
 from router.gateway.storage import Storage
+from router.gateway.versions import Versions
 from router.inbox.api_errors import ApiError
 
 log = logging.getLogger(__name__)
@@ -235,7 +236,7 @@ class BatchRunner:
             self._clean_at_s = now_s + CLEAN_EVERY_S
         for job in list(self._jobs.values()):
             await self._try_to_advance(job)
-        load = self._load()
+        load = _load(self._versions, self._metrics, self._gate)
         self._num_beside = self._idleness.num_beside(load)
         self._gate.allow(self._idleness.num_allowed(load, self._clock.now_s()))
         self._gate.dismiss_leaving()
@@ -426,14 +427,14 @@ class BatchRunner:
         self.events["bug"] += 1
         log.error("a line of %s failed", job.batch.id, exc_info=error)
 
-    def _load(self) -> PoolsLoad:
-        versions = self._versions
-        return PoolsLoad(
-            tuple(versions.workers().values()),
-            num_other=self._metrics.num_in_flight,
-            num_running=self._gate.num_running,
-            is_ready=versions.readiness() is None,
-        )
+
+def _load(versions: Versions, metrics: GatewayMetrics, gate: BatchGate) -> PoolsLoad:
+    return PoolsLoad(
+        tuple(versions.workers().values()),
+        num_other=metrics.num_in_flight,
+        num_running=gate.num_running,
+        is_ready=versions.readiness() is None,
+    )
 
 
 class _Error(msgspec.Struct):
