@@ -118,7 +118,7 @@ class StoreResources:
 
 @dataclass(frozen=True, slots=True)
 class StoreIdentity:
-    """The name, model and settings that identify a store to its peers."""
+    """The name, version and secret by which a store's peers identify it."""
 
     name: WorkerId
     version: str  # version of the model

@@ -1,1 +1,1 @@
-"""`baton top`: a deployment on a whole terminal, live, with orders."""
+"""`baton top`: shows a deployment live on the whole terminal, and gives orders."""

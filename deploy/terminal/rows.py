@@ -1,7 +1,7 @@
-"""The rows of tables about a deployment, and the orders that are typed in `baton top`. Pure.
+"""Makes the rows of tables about a deployment, and parses the orders typed in `baton top`. Pure.
 
-Rows come from the answers of the admin API; commands print the same rows. Orders have the words of
-the command line:
+Rows are made from answers of the admin API. Commands print the same rows. Orders have the notation
+of the command line:
 
 pools prefill=1 decode=2     planner off|dry-run|on       finish VERSION
 flip WORKER ROLE             weight VERSION=WEIGHT ...    abort VERSION
@@ -44,7 +44,7 @@ class View(StrEnum):
     STORES = "stores"
 
 
-# The columns of each view: texts, then numbers.
+# The columns of each view: columns of texts, then columns of numbers.
 COLUMNS: dict[View, tuple[tuple[str, ...], tuple[str, ...]]] = {
     View.POOLS: (("role",), ("wanted", "serving", "on the way")),
     View.WORKERS: (
@@ -77,7 +77,7 @@ class TopRow(msgspec.Struct, frozen=True):
 
 
 class TopSeen(msgspec.Struct, frozen=True):
-    """The latest answers of a deployment."""
+    """The latest answers of a deployment's admin API."""
 
     pools: PoolsAnswer
     requests: RequestsAnswer
@@ -86,7 +86,7 @@ class TopSeen(msgspec.Struct, frozen=True):
 
 
 def rows_of(view: View, seen: TopSeen, pattern: str = "") -> list[TopRow]:
-    """Returns the rows of a view that contain the pattern in any cell, in any case."""
+    """Returns the rows of a view in which a cell contains the pattern. Case does not matter."""
     rows: Iterable[TopRow]
     match view:
         case View.POOLS:
@@ -171,7 +171,7 @@ def request_rows(answer: RequestsAnswer) -> Iterator[TopRow]:
 
 
 def version_rows(versions: Iterable[VersionInfo]) -> Iterator[TopRow]:
-    """Yields a row for each version: state, model, present and wanted workers, weight."""
+    """Yields a row for each version: its state, model, present and wanted workers, and weight."""
     for v in versions:
         workers = ", ".join(
             f"{v.serving.of(role)}/{v.wanted.of(role)} {role}"
@@ -202,7 +202,7 @@ def _events(seen: TopSeen) -> Iterator[TopRow]:
 
 
 def _stores(seen: TopSeen) -> Iterator[TopRow]:
-    """A row for each tier, or one for a store that reports none."""
+    """Yields a row for each tier of each store. A store that reports no tier gets one row."""
     for s in seen.stores:
         own = (s.name, s.version, s.state if s.is_connected else f"{s.state}, silent")
         lag = (str(s.num_new), str(s.num_leases))
@@ -222,7 +222,10 @@ def _age(seconds: float) -> str:
 
 
 def order_for(key: str, view: View, row: TopRow | None) -> str:
-    """Returns the order that a key opens for the selected row; empty if there is none."""
+    """Returns the text of the order that a key starts for the selected row.
+
+    Empty if the key starts none.
+    """
     if row is None:
         return ""
     name = row.cells[0]
@@ -254,7 +257,7 @@ USAGE = {
 
 
 class TypedOrder(msgspec.Struct, frozen=True):
-    """A call of the admin API. `text` is what the operator typed."""
+    """An order as a call of the admin API. `text` is the text that the operator typed."""
 
     text: str
     path: str
@@ -262,7 +265,7 @@ class TypedOrder(msgspec.Struct, frozen=True):
 
 
 def typed_order(text: str) -> TypedOrder:
-    """Reads an order. Raises ConfigError that says how it is written."""
+    """Parses an order. Raises ConfigError with the order's notation."""
     try:
         name, *words = shlex.split(text)
     except ValueError as error:
@@ -300,7 +303,7 @@ def _call(name: str, words: Sequence[str]) -> tuple[str, Any] | None:
 
 
 def _numbers(words: Sequence[str]) -> dict[str, int] | None:
-    """Reads NAME=NUMBER; None if a word is something else."""
+    """Parses words of the form NAME=NUMBER. None if a word has another form."""
     pairs = [word.partition("=") for word in words]
     if not all(name and equals and number.isdecimal() for name, equals, number in pairs):
         return None

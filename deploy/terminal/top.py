@@ -1,4 +1,4 @@
-"""The screen of `baton top`. It asks the admin API once a second, in a thread."""
+"""The screen of `baton top`. It queries the admin API once a second, in a thread."""
 
 from collections.abc import Callable
 from functools import partial
@@ -31,11 +31,11 @@ from deploy.terminal.rows import (
 from engine.errors import ConfigError
 
 ASK_EVERY_S = 1.0
-MAX_LINES = 30  # in a preview
+MAX_LINES = 30  # maximum number of lines in a preview
 
 
 class TopPage(ModalScreen[None]):
-    """A text over the table, until a key is pressed."""
+    """Shows a text over the table until a key is pressed."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,enter,q", "dismiss", "back")]
 
@@ -52,7 +52,7 @@ class TopPage(ModalScreen[None]):
 
 
 class Confirmation(ModalScreen[bool]):
-    """Shows the effects of an order. Only the key `y` gives the order."""
+    """Shows the effects that an order would have. Only the key `y` gives the order."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("y", "answer(True)", "give the order"),
@@ -78,12 +78,12 @@ class Confirmation(ModalScreen[bool]):
         yield Footer()
 
     def action_answer(self, given: bool) -> None:  # noqa: FBT001 - an action's argument
-        """Ends with the answer."""
+        """Closes the page with the operator's answer."""
         self.dismiss(given)
 
 
 class Top(App[None]):
-    """The views of one deployment."""
+    """The application: shows the views of one deployment."""
 
     CSS = """
     #head { height: auto; padding: 0 1; background: $panel; }
@@ -121,8 +121,8 @@ class Top(App[None]):
         self._pattern = ""
         self._seen: TopSeen | None = None
         self._rows: list[TopRow] = []
-        self._is_lost = True  # no answer yet, or not to the last question
-        self._takes_order = False  # what is typed below is an order, not a filter
+        self._is_lost = True  # no answer to the last query, or no query yet
+        self._takes_order = False  # True if the input line is an order, False if a filter
 
     def compose(self) -> ComposeResult:
         """Builds the widgets."""
@@ -143,7 +143,10 @@ class Top(App[None]):
 
     @work(thread=True, exclusive=True, group="ask", exit_on_error=True)
     def _ask(self) -> None:
-        """Queries the shown data. On failure, the last data stay and the screen shows this."""
+        """Queries the data to show.
+
+        After a failure the last data stay, and the screen reports the failure.
+        """
         deployment = self._deployment
         try:
             seen = TopSeen(
@@ -155,7 +158,10 @@ class Top(App[None]):
         self._in_app(partial(self._take, seen))
 
     def _in_app(self, callback: Callable[[], object]) -> None:
-        """Calls back in the app's thread, unless the app is about to end: its widgets are gone."""
+        """Calls a function in the app's thread.
+
+        Does nothing if the app is ending, since its widgets are removed.
+        """
         self.call_from_thread(lambda: callback() if self.is_running else None)
 
     def _lose(self, error: AdminError) -> None:
@@ -177,7 +183,7 @@ class Top(App[None]):
     # ------------------------------------------------------------ drawing
 
     def _draw(self) -> None:
-        """Fills the table. The cursor stays on its row, if that is still there."""
+        """Fills the table. The cursor stays on its row if the row still exists."""
         if self._seen is None:
             return
         table: DataTable[str] = self.query_one(DataTable)
@@ -207,25 +213,25 @@ class Top(App[None]):
     # ------------------------------------------------------------ keys
 
     def action_show(self, view: str) -> None:
-        """Shows another view."""
+        """Switches to another view."""
         self._view = View(view)
         self._draw()
 
     def action_filter(self) -> None:
-        """Takes a filter."""
+        """Opens the input line for a filter."""
         self._open_line("filter: any part of a row", self._pattern, takes_order=False)
 
     def action_order(self) -> None:
-        """Takes an order."""
+        """Opens the input line for an order."""
         self._open_line("order: flip worker-0 prefill, pools prefill=1 decode=2, …", "")
 
     def action_begin(self, key: str) -> None:
-        """Begins an order for the selected row."""
+        """Opens the input line with the start of an order for the selected row."""
         if text := order_for(key, self._view, self._selected()):
             self._open_line("order", text)
 
     def action_help(self) -> None:
-        """Shows keys and orders."""
+        """Shows a page with all keys and orders."""
         keys = "\n".join(
             f"{each.key_display or each.key:14} {each.description}"
             for each in self.BINDINGS
@@ -236,7 +242,7 @@ class Top(App[None]):
         self.push_screen(TopPage("Keys", said))
 
     def action_close_line(self) -> None:
-        """Closes the line below."""
+        """Closes the input line."""
         line = self.query_one("#line", Input)
         line.remove_class("open")
         self.query_one(DataTable).focus()
@@ -250,13 +256,13 @@ class Top(App[None]):
         line.cursor_position = len(text)
 
     def on_data_table_row_selected(self, _: DataTable.RowSelected) -> None:
-        """Describes a row."""
+        """Shows all fields of the selected row."""
         row = self._selected()
         if row is not None:
             self.push_screen(TopPage(row.key, detail_text(row)))
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
-        """Filters, or asks what an order would do."""
+        """Sets the filter, or shows the effects that the order would have."""
         self.action_close_line()
         if not self._takes_order:
             self._pattern = event.value.strip()

@@ -1,1 +1,1 @@
-"""A worker process: the threads and sockets around the pure core of a worker."""
+"""The worker's process: the threads and sockets around the pure core of a worker."""

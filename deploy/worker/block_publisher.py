@@ -1,8 +1,9 @@
 """Publishes a worker's block events, and resends batches that subscribers missed.
 
-It runs on the worker's event loop, beside the sessions of gateways. It waits for no subscriber: a
-slow one loses batches, and notices the gap. An answer goes out in turns of a few pieces, between
-which the loop does other work. An answer that is not read is dropped.
+The publisher runs on the worker's event loop, beside the sessions of gateways. It does not wait for
+subscribers: a slow subscriber loses batches, and notices the gap. An answer is sent a few pieces at
+a time, and in between the loop does other work. If the subscriber does not read an answer, the
+answer is dropped.
 """
 
 import asyncio
@@ -31,18 +32,21 @@ from engine.worker.blocks import CacheEvent
 
 log = logging.getLogger(__name__)
 
-MAX_UNREAD_BATCHES = 10_000  # kept for one subscriber
-MAX_UNREAD_PIECES = 256  # kept of one answer
-MAX_ASK_BYTES = 256  # also the limit of a subscription
-MAX_ANSWERS = 64  # in progress; further requests are refused
-PIECES_PER_TURN = 8  # for one answer, before the loop does other things
+MAX_UNREAD_BATCHES = 10_000  # maximum number of unsent batches for one subscriber
+MAX_UNREAD_PIECES = 256  # maximum number of unread pieces of one answer
+MAX_ASK_BYTES = 256  # maximum size of a request, and of a subscription
+MAX_ANSWERS = 64  # maximum number of answers in progress; more requests are refused
+PIECES_PER_TURN = 8  # pieces of one answer that are sent before the loop does other work
 ANSWER_TIMEOUT_S = 10.0
-FULL_WAIT_S = 0.02  # until a full peer is tried again
+FULL_WAIT_S = 0.02  # pause before the next try if a peer's queue is full
 
 
 @dataclass(slots=True)
 class _Answer:
-    """The pieces of an answer to one peer. `unsent` is the piece that found the peer full."""
+    """The remaining pieces of an answer to one peer.
+
+    `unsent` is a piece that did not fit into the peer's queue.
+    """
 
     peer: bytes
     ask: bytes  # the request frame, returned with each piece
@@ -78,20 +82,19 @@ class BlockPublisher:
 
     @property
     def num_batches(self) -> int:
-        """Number of batches published so far. Safe to read from any thread."""
+        """The number of batches published so far. Any thread may read this."""
         return self._log.num_batches
 
     def open(self) -> EventsAddress:
-        """Binds both sockets."""
+        """Binds the sockets for events and for queries."""
         self._loop = asyncio.get_running_loop()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._doorkeeper.open(self._context)
         self._published = self._context.socket(zmq.PUB)
         self._published.set(zmq.SNDHWM, self._max_unread_batches)
         self._asked = self._context.socket(zmq.ROUTER)
-        self._asked.set(
-            zmq.ROUTER_MANDATORY, 1
-        )  # a full peer raises zmq.Again instead of losing frames
+        # If a peer's queue is full, sending raises zmq.Again and loses no frame.
+        self._asked.set(zmq.ROUTER_MANDATORY, 1)
         self._asked.set(zmq.SNDHWM, MAX_UNREAD_PIECES)
         for socket in (self._published, self._asked):
             secure_server(
@@ -102,9 +105,8 @@ class BlockPublisher:
             for socket in (self._published, self._asked)
         ]
         self._loop.add_reader(self._asked.FD, self._receive_requests)
-        self._loop.call_soon(
-            self._receive_requests
-        )  # binding may have consumed the descriptor's event
+        # `bind` may have consumed the descriptor's event.
+        self._loop.call_soon(self._receive_requests)
         address = EventsAddress(*(f"tcp://{self._host}:{port}" for port in ports))
         log.info("block events: %s under %s", address, self._topic.decode())
         return address
@@ -118,11 +120,11 @@ class BlockPublisher:
 
     @property
     def counters(self) -> dict[str, float]:
-        """Counts refused connections. Safe to read from any thread."""
+        """Returns the number of refused connections. Any thread may call this."""
         return dict(self._doorkeeper.counters)
 
     def publish(self, news: Sequence[CacheEvent]) -> None:
-        """Sends news to all subscribers that have room."""
+        """Publishes block events to all subscribers whose queues have room."""
         if self._is_closed:
             return
         for number, batch in self._log.append(news, unix_time_ns() / 1e9):
@@ -131,7 +133,7 @@ class BlockPublisher:
     # ------------------------------------------------------------ answers
 
     def _receive_requests(self) -> None:
-        """Reads all requests: the socket's descriptor signals each event only once."""
+        """Reads all waiting requests, because the descriptor signals each event only once."""
         if self._is_closed:
             return
         is_idle = not self._answers
@@ -162,7 +164,7 @@ class BlockPublisher:
         self._answers.append(_Answer(peer, ask, pieces, self._clock.now_s() + ANSWER_TIMEOUT_S))
 
     def _send_answers(self) -> None:
-        """Sends some pieces of the oldest answer, and schedules the next turn."""
+        """Sends some pieces of the oldest answer, and schedules the next call."""
         if self._is_closed or not self._answers:
             return
         answer = self._answers.popleft()
@@ -178,14 +180,16 @@ class BlockPublisher:
                 log.warning("a subscriber does not read the block events that it asked for")
         except zmq.ZMQError as error:
             log.info("a subscriber that asked for block events is gone: %s", error)
-        self._loop.call_soon(
-            self._receive_requests
-        )  # sending may have consumed the descriptor's event
+        # `send` may have consumed the descriptor's event.
+        self._loop.call_soon(self._receive_requests)
         if self._answers:
             self._loop.call_later(wait_s, self._send_answers)
 
     def _send_some(self, answer: _Answer) -> bool:
-        """Returns true at the end of the answer. Raises zmq.Again if the peer is full."""
+        """Sends some pieces of an answer.
+
+        Returns true after its last piece. Raises zmq.Again if the peer's queue is full.
+        """
         for _ in range(PIECES_PER_TURN):
             if answer.unsent is None:
                 number, batch = next(answer.pieces, (END_NUMBER, b""))

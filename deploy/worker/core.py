@@ -1,23 +1,24 @@
 """The core of a worker: its schedulers around one block pool, without I/O.
 
-Every worker has all schedulers; its role only says what work it accepts. So a change of role builds
-nothing, and weights, KV, cached blocks and leases stay. New work that the role does not accept is
-given back, and so is work that waits. Running sequences go on until they end or are handed over.
-For a while a worker may therefore do more than its role says.
+Every worker has all schedulers; its role only selects which new work it accepts. So a change of
+role builds nothing, and weights, KV, cached blocks and leases stay. New or waiting work that the
+role does not accept is given back. Running sequences continue until they end or are handed over. So
+after a change of role, a worker may do work of its former role for a while.
 
 In each step the core asks the schedulers for rows under one token budget, and hands the results
-back. Decode comes first: its rows are short, and a client waits for each token. Everything else
-that happens is an event, which goes to the schedulers that it concerns. The decode scheduler may
-hold the step for a moment if an event is about to come.
+back. Rows of the decode scheduler come first, because they are short and a client waits for each
+token. Everything else that happens is an event, which the core passes to the schedulers that need
+it. The decode scheduler may delay the step for a moment if an event is expected soon.
 
 The host around the core owns the threads: it feeds events, runs the plans, and performs the
-effects. Workers, simulated workers, benchmarks and tests all have this core.
+effects. Workers, simulated workers, benchmarks and tests all use this core.
 
-**Overlap.** With a runner that overlaps, the next step is planned while one is in flight. The plan
-is made as if the step had ended: its rows count as computed, and the tokens that it chooses are
-pending. Where the plan depends on the outcome (drafts, lack of memory), the decode scheduler waits
-for the outcome. A sequence may end while it has a row in the next step. The result of that row is
-ignored, and blocks that it may write to are freed with that step (`engine.worker.blocks`).
+**Overlap.** With a runner that overlaps, the next step is planned while a step is in flight. The
+plan assumes that the step in flight has ended: its rows count as computed, and the tokens that it
+will choose are pending. If the plan depends on the outcome (drafts, lack of memory), the decode
+scheduler waits for the outcome. A sequence may end while it has a row in the next step. Then the
+result of that row is ignored, and the blocks to which the row may write are freed at the end of
+that step (`engine.worker.blocks`).
 """
 
 from collections import Counter, deque
@@ -72,26 +73,26 @@ MAX_STEPS_IN_FLIGHT = 2
 
 
 class StepLimits(Protocol):
-    """The limits of a worker's steps, which its settings have."""
+    """The limits of a worker's steps, as in the worker's settings."""
 
     @property
     def max_batch_tokens(self) -> int:
-        """Tokens of a step."""
+        """The maximum number of tokens in a step."""
         ...
 
     @property
     def chunk_tokens(self) -> int:
-        """Tokens of one prompt in a step."""
+        """The maximum number of tokens of one prompt in a step."""
         ...
 
     @property
     def max_running(self) -> int:
-        """Sequences that decode together."""
+        """The maximum number of sequences that decode at the same time."""
         ...
 
 
 class WorkerCore:
-    """Schedulers, pool and the steps in flight. Owned by one thread."""
+    """Owns the schedulers, the block pool and the steps in flight. Only one thread may use it."""
 
     def __init__(  # noqa: PLR0913 - the parts of a worker
         self,
@@ -108,10 +109,10 @@ class WorkerCore:
     ) -> None:
         """`possible` are the roles that the worker may get later. Sinks pull from `address`.
 
-        `stretch` is as in `Welcome`: a worker that has it is fluid.
+        `stretch` is as in `Welcome`. A worker with a stretch is fluid.
         """
         self.role = role
-        self.held_until_s: float | None = None  # the next step is held until then, or an event
+        self.held_until_s: float | None = None  # the next step waits until then, or for an event
         self._possible = possible
         self._is_fluid = stretch is not None
         self._accepted = accepted_by(role, is_fluid=self._is_fluid)
@@ -138,13 +139,16 @@ class WorkerCore:
         )
         self.offers = PrefixOffers(pool, intake=intake, address=address)
         self._samples = StepSamples(self._pace)
-        # Each step's plan, then its rows that decode, and its chunks.
+        # For each step: its plan, its rows that decode, and its chunks of prompts.
         self._in_flight: deque[tuple[BatchPlan, Sequence[Row], Sequence[Row]]] = deque()
 
     # ------------------------------------------------------------ events
 
     def handle(self, event: Event) -> list[Effect]:
-        """Handles an event. Gives back a sequence that the role does not accept."""
+        """Handles an event and returns its effects.
+
+        A sequence that the role does not accept is given back.
+        """
         match event:
             case FromGateway(gateway_id, message, guide):
                 return self._on_message(gateway_id, message, guide)
@@ -187,11 +191,11 @@ class WorkerCore:
             case SetRole(role):
                 return self._set_role(role)
             case _:
-                return []  # a prefetch or a hint, which stores read
+                return []  # a prefetch or a hint, which only stores use
 
     def _set_role(self, role: Role) -> list[Effect]:
-        """Sets the role and informs all gateways, even if nothing changed: the sender waits for the
-        answer.
+        """Sets the role and informs all gateways. Does so even if the role stays the same, because
+        the sender waits for the answer.
         """
         if role in self._possible:
             self.role = role
@@ -203,8 +207,8 @@ class WorkerCore:
     # ------------------------------------------------------------ steps
 
     def plan(self, now_s: float) -> tuple[BatchPlan | None, list[Effect]]:
-        """Plans the next forward pass, which `finish` completes. None if there is no work, if the
-        step is held (`held_until_s`), or if the step in flight must end first.
+        """Plans the next forward pass, which `finish` completes. The plan is None if there is no
+        work, if the step is delayed (`held_until_s`), or if the step in flight must end first.
         """
         assert len(self._in_flight) < MAX_STEPS_IN_FLIGHT, "the first step must be finished"
         decoding = self.decode.schedule(self._max_batch_tokens, now_s, ahead=bool(self._in_flight))
@@ -225,7 +229,7 @@ class WorkerCore:
         return plan, effects
 
     def finish(self, result: BatchResult, now_s: float) -> list[Effect]:
-        """Handles the results of the oldest plan in flight, which the runner has completed."""
+        """Handles the results of the oldest step in flight, which the runner has completed."""
         plan, decoding, chunks = self._in_flight.popleft()
         self._pool.end_step()
         if self._speculator is not None:
@@ -244,7 +248,7 @@ class WorkerCore:
     # ------------------------------------------------------------ reports
 
     def load(self, open_leases: int, counters: Mapping[str, float]) -> LoadReport:
-        """Returns the worker's present load, with the counters of transfers and schedulers.
+        """Returns the worker's present load, including the counters of transfers and schedulers.
 
         `steps` is a sample of the steps since the last call.
         """
@@ -270,7 +274,7 @@ class WorkerCore:
         )
 
     def validate(self) -> None:
-        """Asserts the invariants of pool and schedulers."""
+        """Asserts the invariants of the block pool and the schedulers."""
         self._pool.validate()
         assert self._pool.num_steps == len(self._in_flight)
         self.decode.validate()
@@ -279,9 +283,9 @@ class WorkerCore:
 
 
 def accepted_by(role: Role, *, is_fluid: bool) -> frozenset[type]:
-    """Returns the kinds of messages whose sequences a worker of this role accepts.
+    """Returns the types of messages whose sequences a worker of this role accepts.
 
-    Fluid workers of the prefill and decode roles lend their time: they also decode for each other.
+    Fluid workers of the prefill and decode roles also accept sequences of the other role.
     """
     lends = is_fluid and role in FLUID_ROLES
     return frozenset(

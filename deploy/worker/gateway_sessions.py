@@ -1,12 +1,13 @@
-"""Sessions of gateways with a worker or a store, and the messages that they bring to a worker.
+"""Sessions of gateways with a worker or a store, and the handling of their messages by a worker.
 
-Frames are sent in the call that posts them. A gateway that reads too slowly is cut off. A gateway
-has one session at a time; its end is reported before its next session can begin.
+`post` sends a frame before it returns. A gateway that reads too slowly is cut off. A gateway has
+one session at a time. The session's end is reported before the gateway's next session can start.
 
 A `SessionInbox` turns a session's messages into events for the step thread. A message without a
-grammar passes at once. Opening a guide means a compile and a replay of the answer so far: up to a
-second of a thread. Neither the step loop nor the session's reader waits for it. The messages of one
-sequence stay in order: they wait here behind the message that brings the sequence's grammar.
+grammar is passed on at once. For a message with a grammar, a guide is opened: the grammar is
+compiled and the answer so far is replayed. This takes a thread up to a second. Neither the step
+loop nor the session's reader waits for it. The messages of one sequence stay in order: while the
+sequence's guide is being opened, its later messages wait here.
 """
 
 import asyncio
@@ -45,25 +46,25 @@ from engine.worker.events import FromGateway, OfGateway
 log = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S = 10.0
-MAX_UNSENT_BYTES = 16 * 2**20  # to one gateway, which is cut off if it has more
-MAX_OPENING = 1024  # sequences of one gateway whose guides are being opened
-MAX_KEPT = 8192  # ids of the latest sequences
+MAX_UNSENT_BYTES = 16 * 2**20  # maximum of unsent bytes to one gateway; with more, it is cut off
+MAX_OPENING = 1024  # maximum number of guides being opened for one gateway
+MAX_KEPT = 8192  # maximum number of sequences whose ids are kept
 
 
 class GatewayListener(Protocol):
     """Handles the messages of one session."""
 
     def receive(self, message: ToWorker) -> None:
-        """Handles a message. A second `Hello` has no meaning and is never passed on."""
+        """Handles a message. `Hello` messages are never passed on."""
         ...
 
     def close(self) -> None:
-        """Called at the session's end. The listener must emit no event after that."""
+        """Called at the session's end. Afterwards the listener must emit no event."""
         ...
 
 
 class GatewaySessions:
-    """The server and its open sessions. Every method is called on the event loop."""
+    """The server for gateways, and its open sessions. Every method is called on the event loop."""
 
     def __init__(
         self,
@@ -75,18 +76,21 @@ class GatewaySessions:
         on_lost: Callable[[GatewayId], None],
         port: int = 0,
     ) -> None:
-        """`welcome` returns the answer to a gateway's hello. `port` 0: the system chooses."""
+        """`welcome` is a function that returns the answer to a gateway's hello.
+
+        `port` 0: the system chooses a port.
+        """
         self._welcome = welcome
         self._listen = listen
         self._on_lost = on_lost
-        self._lines: dict[GatewayId, Line] = {}  # for each session until its end is reported
-        self.refused: Counter[str] = Counter()  # sessions, by reason
+        self._lines: dict[GatewayId, Line] = {}  # by gateway, until its session's end is reported
+        self.refused: Counter[str] = Counter()  # number of refused sessions, by reason
         self._server = SessionServer(
             self._session, secret, host, on_refused=self._count_refused, port=port
         )
 
     async def open(self) -> str:
-        """Starts to listen; returns the address."""
+        """Starts to listen for gateways. Returns the address."""
         return await self._server.open()
 
     async def close(self) -> None:
@@ -99,15 +103,15 @@ class GatewaySessions:
             self.post(gateway_id, frame)
 
     def post(self, gateway_id: GatewayId, frame: bytes) -> None:
-        """Sends a frame to a gateway. Cuts it off if it reads too slowly."""
+        """Sends a frame to a gateway. Cuts the gateway off if it reads too slowly."""
         line = self._lines.get(gateway_id)
         if line is None:
-            return  # it left: its sequences are being cancelled
+            return  # the gateway has left: its sequences are being cancelled
         if line.num_unsent_bytes > MAX_UNSENT_BYTES:
             log.warning("gateway %s reads too slowly and is cut off", gateway_id)
             line.fail(ConnectionError("it reads too slowly"))
             return
-        with suppress(ConnectionError):  # its session is ending
+        with suppress(ConnectionError):  # the gateway's session is ending
             line.post(frame)
 
     def _count_refused(self, reason: str) -> None:
@@ -122,7 +126,7 @@ class GatewaySessions:
             return
         gateway_id = self._known(messages)
         welcome = gateway_id if isinstance(gateway_id, Refused) else self._welcome()
-        line.post(encode_frame([welcome]))  # role changes follow it in order
+        line.post(encode_frame([welcome]))  # sent before any role change
         if isinstance(gateway_id, Refused) or isinstance(welcome, Refused):
             log.warning("a gateway was refused: %s", welcome)
             return
@@ -137,12 +141,12 @@ class GatewaySessions:
             log.warning("cut off gateway %s: %s", gateway_id, error)
         finally:
             listener.close()
-            self._on_lost(gateway_id)  # must precede the next session of this gateway
+            self._on_lost(gateway_id)  # must be reported before this gateway's next session
             del self._lines[gateway_id]
             log.info("gateway %s is gone", gateway_id)
 
     def _known(self, messages: Sequence[ToWorker]) -> GatewayId | Refused:
-        """Returns the id of the gateway that says hello, or the reason to refuse it."""
+        """Returns the id of the gateway that sent the hello, or the reason to refuse it."""
         match messages:
             case [Hello(version=version)] if version != PROTOCOL_VERSION:
                 return Refused(
@@ -157,23 +161,27 @@ class GatewaySessions:
 
 
 class RequestIds:
-    """The ids of each sequence's request. One thread records them, any may log."""
+    """The request ids of each sequence, for log lines.
+
+    One thread records the ids; any thread may log.
+    """
 
     def __init__(self) -> None:
-        self._client_ids: dict[SeqId, str] = {}  # for sequences that have one, oldest first
+        self._client_ids: dict[SeqId, str] = {}  # client's ids of requests, oldest first
 
     @contextmanager
     def logged(self, seq_id: SeqId, client_id: str = "") -> Iterator[None]:
-        """Lines that are logged inside have the ids of the sequence's request.
+        """Adds the ids of the sequence's request to all lines that are logged inside the block.
 
-        Keeps `client_id`, if given, for later lines. If there are too many, the oldest are dropped.
+        Keeps `client_id`, if given, for later lines. If there are too many ids, the oldest are
+        dropped.
         """
         if client_id:
             self._client_ids.pop(seq_id, None)
             self._client_ids[seq_id] = client_id
             if len(self._client_ids) > MAX_KEPT:
                 del self._client_ids[next(iter(self._client_ids))]
-        own_id = seq_id.partition(".")[0]  # a router adds the number of its attempt
+        own_id = seq_id.partition(".")[0]  # the router appends the number of the attempt
         token = REQUEST.set(request_ids(own_id, self._client_ids.get(seq_id)))
         try:
             yield
@@ -184,7 +192,8 @@ class RequestIds:
 class SessionInbox:
     """Handles the messages of one session, on one event loop.
 
-    `put` gets every message as an event, with its guide if it has one. `on_crash` gets bugs.
+    `put` is called with each message as an event, together with the message's guide, if any.
+    `on_crash` is called with an unexpected error.
     """
 
     def __init__(  # noqa: PLR0913 - all that a session reaches
@@ -198,7 +207,7 @@ class SessionInbox:
         request_ids: RequestIds,
         possible_roles: Collection[Role],
     ) -> None:
-        """`request_ids` gets the ids of each sequence's request."""
+        """The ids of each sequence's request are added to `request_ids`."""
         self._gateway_id = gateway_id
         self._guides = guides
         self._executor = executor
@@ -206,12 +215,12 @@ class SessionInbox:
         self._on_crash = on_crash
         self._request_ids = request_ids
         self._possible_roles = possible_roles
-        # The messages that wait behind each guide that is being opened.
+        # For each guide that is being opened: the messages that wait for this guide.
         self._behind: dict[SeqId, list[OfGateway]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def receive(self, message: ToWorker) -> None:
-        """Passes the message on, now or once its sequence's guide is open."""
+        """Passes a message on: now, or once its sequence's guide is open."""
         assert not isinstance(message, Hello)
         has_grammar = False
         if isinstance(message, Prefill | Generate | Decode):
@@ -228,7 +237,9 @@ class SessionInbox:
             self._put(FromGateway(self._gateway_id, message))
 
     def _pass_in_order(self, message: OfGateway) -> None:
-        """Opens the guide of a message, or lets the message wait behind its sequence's guide."""
+        """Passes a message on at once, or starts to open its guide, or queues it behind its
+        sequence's guide.
+        """
         if (
             not isinstance(message, SetRole | Prefetch | StoreHint)
             and message.seq_id in self._behind
@@ -246,7 +257,10 @@ class SessionInbox:
             task.add_done_callback(self._ended)
 
     def close(self) -> None:
-        """Drops waiting messages: the session has ended, and no event of it may follow."""
+        """Drops all waiting messages.
+
+        The session has ended, so no further event of the session may be emitted.
+        """
         for task in self._tasks:
             task.cancel()
         self._behind.clear()

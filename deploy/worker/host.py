@@ -5,9 +5,9 @@
     step thread      owns core, pool and runner: takes events, runs plans, performs effects
     transfer thread  the endpoint: leases and pulls
 
-Everything reaches the step thread through one inbox. If a thread dies, the worker ends, so that
-peers see it gone instead of silent. The asyncio thread watches the step thread: it reports a long
-step to all gateways, and ends the worker if a step never ends.
+The step thread receives all events through one inbox. If a thread dies, the worker ends: its peers
+must notice an end, not silence. The asyncio thread watches the step thread: it reports a long step
+to all gateways, and ends the worker if a step does not end.
 """
 
 import asyncio
@@ -68,42 +68,42 @@ REPORT_EVERY_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class WorkerIdentity:
-    """A worker's identity to its peers."""
+    """The name, role, fingerprint and secret by which a worker's peers identify it."""
 
     worker_id: WorkerId
     role: Role
     fingerprint: str
     secret: Secret
     host: str = "127.0.0.1"
-    kernels: str = ""  # what computes, for gateways and the controller
+    kernels: str = ""  # the kernels that compute, reported to gateways and controller
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """The facts of the model that schedulers need."""
+    """The facts about the model that the worker's host needs."""
 
     vocab_size: int
     context_len: int
     has_draft_model: bool
     guides: LlGuides
-    sizes: ModelSizes | None = None  # None: its work is not estimated
-    layout: KVLayout | None = None  # the blocks of all ranks; None: there is one rank
-    shards: tuple[Shard, ...] = ()  # what each rank holds of them
-    counters: Mapping[str, float] = field(default_factory=dict)  # from rank 0's opening, to report
+    sizes: ModelSizes | None = None  # None: the work of steps is not estimated
+    layout: KVLayout | None = None  # layout of all ranks' blocks together; None: one rank
+    shards: tuple[Shard, ...] = ()  # the part of these blocks that each rank has
+    counters: Mapping[str, float] = field(default_factory=dict)  # of rank 0's opening
 
 
 class OtherRanks(Protocol):
-    """The ranks of a worker beside rank 0."""
+    """The ranks of a worker other than rank 0."""
 
     def endpoints_of(
         self, config: EndpointConfig, shards: Sequence[Shard]
     ) -> Sequence[RemoteEndpoint]:
-        """The transfer endpoints of this worker's other ranks, not yet open."""
+        """Returns the transfer endpoints of this worker's other ranks. They are not open yet."""
         ...
 
 
 class WorkerHost:
-    """Runs a worker from open to close. `on_crash` must end the process."""
+    """Runs a worker from `open` to `close`. `on_crash` must end the process."""
 
     def __init__(  # noqa: PLR0913 - the parts of a worker
         self,
@@ -118,9 +118,9 @@ class WorkerHost:
         enter_thread: Callable[[], None] = lambda: None,
         ranks: OtherRanks | None = None,
     ) -> None:
-        """`runner` and `memory` are rank 0's; `ranks` are the others, if there are any.
+        """`runner` and `memory` belong to rank 0. `ranks` are the other ranks, if there are any.
 
-        `enter_thread` is called first in the thread that runs steps.
+        The step thread calls `enter_thread` first.
         """
         self._ranks = ranks
         self._identity = identity
@@ -148,11 +148,14 @@ class WorkerHost:
         self._long_step: StillStepping | None = None  # the present step, if it is long
         self._effort = StepEffort(model.sizes)
         self._request_ids = RequestIds()
-        self._is_checked = False  # for leaks, since the last event
-        self._loop_lag_s = 0.0  # the longest delay of the asyncio thread since the last report
+        self._is_checked = False  # True if validated since the last event
+        self._loop_lag_s = 0.0  # asyncio thread's longest delay since the last report
 
     async def open(self) -> str:
-        """Starts the threads; returns the address of its sessions."""
+        """Starts the threads.
+
+        Returns the address at which gateways and the controller open sessions.
+        """
         self._loop = asyncio.get_running_loop()
         self._endpoint = self._make_endpoint()
         address = self._endpoint.open()
@@ -228,7 +231,7 @@ class WorkerHost:
 
     @property
     def transports(self) -> tuple[str, ...]:
-        """The ways in which others can read this worker's KV."""
+        """The transports by which other workers can read this worker's KV."""
         return self._endpoint.transports
 
     async def close(self) -> None:
@@ -277,7 +280,7 @@ class WorkerHost:
         )
 
     async def _watch_steps(self) -> None:
-        """Reports steps that take long. Ends the worker if a step does not end."""
+        """Reports steps that take long to all gateways. Ends the worker if a step does not end."""
         never = self._loop.create_future()
         try:
             while True:
@@ -287,11 +290,14 @@ class WorkerHost:
                 self._long_step = self._watch.check(self._clock.now_s())
                 if self._long_step is not None:
                     self._sessions.post_all(encode_frame([self._long_step]))
-        except Exception as error:  # StepStuck, or a bug: no other part notices a stuck step
+        except Exception as error:  # StepStuck or a bug; no other part would notice a stuck step
             self._on_crash(error)
 
     def _on_transfer(self, event: Event) -> None:
-        """Passes on what the transfer thread reports. A failure is logged with its request."""
+        """Passes an event of the transfer thread to the step thread.
+
+        Logs a failure with its request's ids.
+        """
         if isinstance(event, PullFailed) and event.reason != ABORTED:
             with self._request_ids.logged(event.seq_id):
                 log.warning("a pull of KV failed: %s", event.reason)
@@ -318,7 +324,7 @@ class WorkerHost:
             raise
 
     def _idle_s(self) -> float:
-        """Time to wait for an event when no step was run, s."""
+        """Returns how many seconds to wait for an event if no step was run."""
         held_until_s = self._core.held_until_s
         if held_until_s is None:
             return REPORT_EVERY_S
@@ -331,7 +337,7 @@ class WorkerHost:
             event = self._inbox.get(block=wait_s is not None, timeout=wait_s)
         except queue.Empty:
             if wait_s is not None and self._core.held_until_s is None and not self._is_checked:
-                self._core.validate()  # once while idle: it takes a microsecond for each block
+                self._core.validate()  # once while idle, because this takes a microsecond per block
                 self._is_checked = True
             return
         self._is_checked = False
@@ -345,10 +351,10 @@ class WorkerHost:
         self._perform(effects)
 
     def _step(self) -> bool:
-        """Launches the next step, if there is one, and ends the first step in flight.
+        """Launches the next step, if there is one, and completes the oldest step in flight.
 
-        With a runner that overlaps, that is the step before: the host plans and sends while the
-        device computes. Returns false if nothing is in flight.
+        With a runner that overlaps, the completed step is the previous one: the host plans and
+        sends while the device computes. Returns false if no step was in flight.
         """
         plan, effects = self._core.plan(self._clock.now_s())
         self._perform(effects)
@@ -371,7 +377,7 @@ class WorkerHost:
             if isinstance(effect, Emit):
                 frames.setdefault(effect.gateway_id, []).append(effect.message)
             elif isinstance(effect, EmitToAll):
-                self._send(frames)  # keeps the order
+                self._send(frames)  # sent first, to keep the order of messages
                 frames = {}
                 self._loop.call_soon_threadsafe(self._change_role, effect.message)
             else:
@@ -384,7 +390,7 @@ class WorkerHost:
             self._loop.call_soon_threadsafe(self._sessions.post, gateway_id, frame)
 
     def _publish(self) -> None:
-        """Publishes which blocks became cached or left the cache since the last step."""
+        """Publishes the blocks that were added to or removed from the cache since the last step."""
         news = self._pool.pop_events()
         if news:
             self._loop.call_soon_threadsafe(self._publisher.publish, news)
@@ -417,7 +423,10 @@ class WorkerHost:
         return found
 
     def _change_role(self, message: RoleChanged) -> None:
-        """Sends a new role to all connected gateways. Later ones learn it from Welcome."""
+        """Sends the new role to all connected gateways.
+
+        Gateways that connect later receive it with `Welcome`.
+        """
         if message.role is not self._role:
             log.info("this worker is a %s worker now", message.role)
         self._role = message.role
@@ -425,10 +434,10 @@ class WorkerHost:
 
 
 def roles_of(role: Role, config: WorkerSettings) -> frozenset[Role]:
-    """Returns the roles that a worker may take after it started with `role`.
+    """Returns the roles that a worker may get after it started with `role`.
 
-    If decode workers hold KV in a format of their own, no worker can enter or leave that role: its
-    pool is made at the start.
+    If decode workers have another KV format than prefill workers, no worker can enter or leave the
+    decode role, because a worker's block pool is made at its start.
     """
     if config.decode_kv_dtype is None:
         return ROLES_OF_WORKERS
@@ -440,5 +449,8 @@ def roles_of(role: Role, config: WorkerSettings) -> frozenset[Role]:
 
 
 def served_as(fingerprint: str, kv_wire_dtype: KVFormat | None) -> str:
-    """Returns the fingerprint for gateways. The wire format of KV changes answers too."""
+    """Returns the fingerprint for gateways.
+
+    It includes KV's wire format, which changes answers too.
+    """
     return fingerprint if kv_wire_dtype is None else f"{fingerprint}-wire_{kv_wire_dtype}"

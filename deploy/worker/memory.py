@@ -1,13 +1,16 @@
-"""The default size of a worker's KV memory.
+"""Computes the default size of a worker's KV memory.
 
 A worker's share of the machine is the memory that was available before any worker started, divided
-by the number of workers. Weights and head-room come off it, and KV gets half of the rest. The other
-half is for later workers, a second version during an update, and other programs. More than a few
-whole contexts is of no use by default. Memory that is never written is never taken from the system.
+by the number of workers. Weights and head-room are subtracted from this share, and KV gets half of
+the rest. The other half is for later workers, a second version during an update, and other
+programs. The default is limited to a few whole contexts, because more is of no use. The system
+allocates memory only when it is written.
 
-Available memory is the minimum of the system's and of each control group that this process is in.
+Available memory is the smallest of these: the memory of the system, and the memory left in each
+control group of this process.
 
-On a GPU, KV gets all that `worker.memory_fraction` leaves beside the weights and the largest step.
+On a GPU, `worker.memory_fraction` limits the worker's memory. KV gets the memory that weights and
+the largest step do not need.
 """
 
 from collections.abc import Iterator
@@ -15,17 +18,18 @@ from pathlib import Path
 
 from engine.errors import ConfigError
 
-KV_SHARE = 0.5  # share of the memory left after weights and head-room
-HEAD_ROOM_BYTES = 512 * 2**20  # interpreter, libraries, activations, logits
+KV_SHARE = 0.5  # KV's share of the memory that weights and head-room leave
+HEAD_ROOM_BYTES = 512 * 2**20  # memory for interpreter, libraries, activations, logits
 LEAST_BYTES = 256 * 2**20
-PLENTY_BYTES = 512 * 2**20  # enough whatever the context
-NUM_CONTEXTS = 8  # this many whole contexts are also enough
-PAGE_BYTES = 64 * 2**20  # sizes are multiples of it
+PLENTY_BYTES = 512 * 2**20  # KV memory that is enough for any context length
+NUM_CONTEXTS = 8  # number of whole contexts that are enough too
+PAGE_BYTES = 64 * 2**20  # sizes are multiples of this
 
-CONTEXT_BYTES = 512 * 2**20  # on a GPU: CUDA's context and libraries, which torch does not count
-CAPTURED_BYTES = 2**30  # captured steps and compiled kernels, which come after the measurement
+# On a GPU: memory of CUDA's context and libraries, which torch does not count.
+CONTEXT_BYTES = 512 * 2**20
+CAPTURED_BYTES = 2**30  # captured steps and compiled kernels, made after the measurement
 DEVICE_PAGE_BYTES = 2 * 2**20
-MOST_BLOCKS = 2**20  # on a GPU; more only cost time and memory of the host
+MOST_BLOCKS = 2**20  # maximum on a GPU; more blocks only cost the host time and memory
 
 
 def kv_bytes(
@@ -36,9 +40,9 @@ def kv_bytes(
     block_bytes: int,
     num_context_blocks: int,
 ) -> int:
-    """Returns the bytes of KV for one of `num_workers` workers that share `available_bytes`.
+    """Returns the bytes of KV memory of one of `num_workers` workers that share `available_bytes`.
 
-    `num_context_blocks` blocks hold one whole context.
+    One whole context needs `num_context_blocks` blocks.
     """
     left_bytes = available_bytes // num_workers - weights_bytes - HEAD_ROOM_BYTES
     enough_bytes = max(PLENTY_BYTES, NUM_CONTEXTS * num_context_blocks * block_bytes)
@@ -57,11 +61,11 @@ def device_kv_bytes(  # noqa: PLR0913 - numbers
     fraction: float,
     part: float = 1.0,
 ) -> int:
-    """Returns the bytes of KV for a worker that may use this fraction of its part of a GPU.
+    """Returns the bytes of KV memory of a worker that may use this fraction of its part of a GPU.
 
-    `own_bytes` is what the worker has allocated, `peak_bytes` what its largest step adds. What
-    other programs use counts too: as much stays free as the fraction leaves. Raises ConfigError if
-    not one block fits.
+    `own_bytes` are the bytes that the worker has allocated, and `peak_bytes` those that its largest
+    step adds. Memory that other programs use is taken into account: the share that `fraction`
+    leaves stays free. Raises ConfigError if not even one block fits.
     """
     step_bytes = peak_bytes + CAPTURED_BYTES
     share_bytes = int(fraction * part * total_bytes)
@@ -94,7 +98,7 @@ def _meminfo(text: str) -> int:
 
 
 def _group_rooms(root: Path) -> Iterator[int]:
-    """Yields the bytes left in each control group with a limit, cgroup v2 and v1."""
+    """Yields the bytes that are left in each control group with a limit (cgroup v2 and v1)."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -119,12 +123,15 @@ def _group_rooms(root: Path) -> Iterator[int]:
 
 
 def _group_room(folder: Path, limit: str, usage: str, reclaimable: str) -> int | None:
-    """Returns the bytes left in one group; None if it has no limit or cannot be read."""
+    """Returns the bytes that are left in one group.
+
+    None if the group has no limit or cannot be read.
+    """
     try:
         most = (folder / limit).read_text().strip()
         used_bytes = int((folder / usage).read_text())
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    except OSError:  # no group, or a container that hides its groups
+    except OSError:  # there is no group, or a container hides its groups
         return None
     if most == "max":
         return None

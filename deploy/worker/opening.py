@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def import_torch(num_threads: int | None = None) -> None:
-    """Imports the runner, which takes seconds, and bounds the threads that it computes with."""
+    """Imports the runner, which takes seconds, and limits the number of its threads."""
     from engine.model.runner import use_threads
 
     if num_threads is not None:
@@ -27,14 +27,17 @@ def import_torch(num_threads: int | None = None) -> None:
 
 
 def import_before_forks() -> None:
-    """Imports the runner, and prepares what the load of every model begins with."""
+    """Imports the runner before forks, with the modules that the load of every model needs."""
     from engine.model.runner import prepare_loading
 
     prepare_loading()
 
 
 def group_of(spec: WorkerSpec, place: RankPlace, rendezvous: str) -> "RankGroup":
-    """A rank's view of its worker's ranks. No rank gives up before a step counts as stuck."""
+    """Returns a rank's view of its worker's ranks.
+
+    No rank gives up before a step counts as stuck.
+    """
     from engine.model.parallel.group import TIMEOUT_S, RankGroup
 
     config = spec.config
@@ -53,7 +56,7 @@ def runner_of(
     group: "RankGroup | None" = None,
     feed: "StepFeed | None" = None,
 ) -> "TorchRunner":
-    """The runner of the model in `directory`. It is not open yet."""
+    """Returns the runner of the model in `directory`. The runner is not open yet."""
     from engine.model.profiling import LargestStep
     from engine.model.runner import TorchRunner  # takes seconds to import
 
@@ -76,7 +79,7 @@ def runner_of(
 def open_runner(
     runner: "TorchRunner", spec: WorkerSpec, *, group: "RankGroup | None" = None
 ) -> Pool:
-    """Opens the runner; returns the pool of its KV. Raises CheckpointError, ConfigError."""
+    """Opens the runner and returns its block pool. Raises CheckpointError, ConfigError."""
     if spec.config.device is DeviceKind.CUDA:
         from engine.model.converting import TorchConverter
 
@@ -102,17 +105,19 @@ def open_runner(
 
 
 def gpu_of(device_id: int) -> str:
-    """torch's name of a GPU, by its index among the GPUs that this process sees."""
+    """Returns torch's name of a GPU, by the GPU's index among the GPUs that this process sees."""
     return f"cuda:{device_id}"
 
 
 def _device_id(group: "RankGroup | None") -> int:
-    """The rank's device among the devices that the worker's processes see."""
+    """Returns the index of the rank's device among the devices that the worker's processes see."""
     return 0 if group is None else group.place.rank
 
 
 def _kv_bytes(spec: WorkerSpec) -> "int | SizeKV":
-    """Returns the configured size, or a function that sizes KV by the memory available now."""
+    """Returns the configured bytes of KV memory, or a function that computes the bytes from the
+    memory available at its call.
+    """
     if spec.config.kv_mib is not None:
         return spec.config.kv_mib * 2**20
     here_bytes = max(memory.available_bytes() - spec.kept_bytes, 0)
@@ -128,7 +133,7 @@ def _kv_bytes(spec: WorkerSpec) -> "int | SizeKV":
                 fraction=spec.config.memory_fraction,
                 part=min(spec.num_gpus, 1.0) or 1.0,
             )
-        # If less is available than this worker's share, other programs use it.
+        # If less than this worker's share is available, other programs use the rest.
         return memory.kv_bytes(
             min(shared_bytes, here_bytes * spec.num_workers),
             num_workers=spec.num_workers,

@@ -1,4 +1,4 @@
-"""This process's use of CPU time, memory and open files."""
+"""Measures this process's use of CPU time, memory and open files."""
 
 import os
 import resource
@@ -8,13 +8,13 @@ _PAGE_BYTES = resource.getpagesize()
 
 
 def cpu_s() -> float:
-    """Seconds of CPU time of all threads since the start."""
+    """Returns the CPU time in seconds that all threads have used since the start."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
 
 def process_gauges() -> dict[str, float]:
-    """Resident memory, open files and their limit, by the name of the metric."""
+    """Returns resident memory, and the number and limit of open files, by metric."""
     resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
     return {
         "resident_memory_bytes": resident_pages * _PAGE_BYTES,
