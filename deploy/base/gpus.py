@@ -121,7 +121,7 @@ def _all_gpus() -> FoundGpus:
 
 
 class GpuBooks:
-    """The assignment of GPUs to workers. Not thread-safe."""
+    """Keeps the assignment of GPUs to workers. Not thread-safe."""
 
     def __init__(self, found: FoundGpus) -> None:
         self.found = found
@@ -154,7 +154,7 @@ class GpuBooks:
         return taken
 
     def free(self, worker: str) -> None:
-        """Frees the GPUs of a worker that has ended. Does nothing if the worker has none."""
+        """Frees the GPUs of a worker that has ended. Does nothing if the worker has no GPUs."""
         taken, part = self._taken.pop(worker, ((), 0.0))
         for name in taken:
             self._free[name] = min(1.0, self._free[name] + part)

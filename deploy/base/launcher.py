@@ -85,7 +85,9 @@ class Launcher(Protocol):
         ...
 
     def counters(self) -> Mapping[str, int]:
-        """Returns how often the launcher has recovered from each fault of its own, by name."""
+        """Returns for each kind of the launcher's own faults how often the launcher has recovered
+        from it.
+        """
         return {}
 
     def health(self) -> Mapping[str, bool]:

@@ -93,7 +93,7 @@ def content_of(line: str) -> str:
 
 
 def error_message(body: bytes) -> str:
-    """Returns the message of an OpenAI error body, or the first line of any other body."""
+    """Returns the message in an OpenAI error body. Returns the first line of any other body."""
     try:
         return str(msgspec.json.decode(body)["error"]["message"])
     except (msgspec.DecodeError, KeyError, TypeError):

@@ -40,7 +40,8 @@ WATCH_EVERY_S = 1.0
 PIPE_COLUMNS = 1000
 DIFFERS = 3  # exit status if there are differences; 1: an error, 2: a wrong command line
 NUM_STEPS = 8  # number of latest steps shown below the tables
-FIRST_SESSION_S = 3.0  # longest time from a worker's start to the controller's session with it
+# Longest time from a worker's start to the controller's session with the worker.
+FIRST_SESSION_S = 3.0
 NUM_DECISIONS = 8  # number of the planner's latest decisions that are shown
 
 

@@ -1,9 +1,9 @@
 """The controller of the pools: a launcher and sessions, with the pool machine between them.
 
 The controller runs on one asyncio loop, in the process of `baton serve` or in a Ray actor. The
-controller may be killed at any time, and another controller takes over. The new one finds workers
-and gateways through the launcher. It asks the gateways for the last members and the operator's
-intent, and the workers for their roles. Requests never wait for the controller.
+controller may be killed at any time, and another controller takes over. The new controller finds
+workers and gateways through the launcher. From the gateways it gets the last members and the
+operator's intent, and from the workers their roles. Requests never wait for the controller.
 """
 
 import asyncio
@@ -48,7 +48,8 @@ from engine.messages import WorkerId
 from engine.net.trust import Secret
 from router.gateway.metrics.families import encode_metrics
 
-# Each start has its own deadlines: workers start first, then gateways.
+# Time limit of an opening. It is long, because first workers and then gateways start, each with its
+# own limit.
 OPEN_TIMEOUT_S = FETCH_TIMEOUT_S + 3 * READY_TIMEOUT_S
 WATCH_EVERY_S = 1.0
 SETTLE_EVERY_S = 0.05

@@ -99,10 +99,10 @@ def latest(kept: KeptIntent | None, heard: Members | None) -> Members | None:
 
 
 class IntentStore(Protocol):
-    """A place for one record. All calls may block, and run in a thread."""
+    """A store of one record. All methods may block, so they are called in a thread."""
 
     def read(self) -> bytes | None:
-        """Returns the record, or None if there is none. Raises OSError or BadIntents."""
+        """Returns the record, or None if no record is stored. Raises OSError or BadIntents."""
         ...
 
     def write(self, record: bytes) -> None:

@@ -48,7 +48,9 @@ class ControllerPlan(msgspec.Struct, frozen=True):
 
     @property
     def first_versions(self) -> tuple[Version, ...]:
-        """Returns the version of each model that is served until an operator adds another one."""
+        """Returns for each model its first version, which is served until an operator adds another
+        version.
+        """
         name = self.config.gateway.model_name or name_of(self.model)
         worker = self.config.worker
         main = Version(

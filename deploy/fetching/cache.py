@@ -81,7 +81,10 @@ def stored(
     *,
     download: Callable[[RemoteVersion, Path], None],
 ) -> Path:
-    """Returns the folder of the version; downloads it if necessary. `folder` is cache/kind/name."""
+    """Returns the version's folder; downloads the version if necessary.
+
+    `folder` is cache/kind/name.
+    """
     require_config(source, version.files)
     there = folder / folder_name(version.name, parts)
     if there.is_dir():

@@ -64,7 +64,7 @@ class ServiceProcess:
         return self._child is not None and self._child.is_running()
 
     def await_end(self) -> None:
-        """Waits for the end of the started process, without a timeout."""
+        """Waits until the started process has ended, without a time limit."""
         assert self._child is not None
         while True:
             with contextlib.suppress(TimeoutError):

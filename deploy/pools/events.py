@@ -179,7 +179,7 @@ class Overtaken:
 
 @dataclass(frozen=True, slots=True)
 class RoomSeen:
-    """The number of workers that fit now, and the resource that limits it."""
+    """The number of workers that fit now, and the resource that limits this number."""
 
     max_workers: int
     why: str

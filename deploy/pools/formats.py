@@ -18,7 +18,10 @@ from kvtransfer.wire import Disagreement, agree
 
 
 def formats_of(version: Version) -> Mapping[Role, KVFormat]:
-    """Returns the KV format of each role. A worker can be flipped only between equal formats."""
+    """Returns the KV format of each role.
+
+    A worker can be flipped only between roles with equal formats.
+    """
     return _formats_of(version.worker, version.device)
 
 

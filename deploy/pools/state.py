@@ -82,6 +82,6 @@ class PoolState:
     def record_end(
         self, name: str, now_s: float, how: str, *, role: Role | None = None
     ) -> HistoryStep:
-        """Records the end or the failed start of a service that will be started again."""
+        """Records the end or the failed start of a service that will be restarted."""
         outlook = self.restarts.record_end(name, now_s, how)
         return self.record(now_s, name, how, outlook, role=role)

@@ -70,7 +70,7 @@ def main() -> int:
     place = StoreResources(slab, table, start.port, start.control_port, start.num_starts)
     thread = ServiceThread(_StoreProcess(start, place), "store")
     try:
-        library()  # so that no pull waits for a compiler
+        library()  # compiles the library now, so that no pull waits for it
         started = thread.open()
     except (BatonError, OSError) as error:
         text = str(error) if isinstance(error, BatonError) else explain(error)

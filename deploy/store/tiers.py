@@ -74,7 +74,7 @@ class LoadPace:
 
 
 class LowerTier(Protocol):
-    """A tier below memory."""
+    """A tier of a store below the memory tier."""
 
     medium: Medium
     pace: LoadPace
@@ -105,7 +105,7 @@ class LowerTier(Protocol):
         ...
 
     async def close(self) -> None:
-        """Closes the tier. No load writes to memory after that."""
+        """Closes the tier. Afterwards no load writes to memory."""
         ...
 
 

@@ -89,7 +89,7 @@ class ModelFacts:
     sizes: ModelSizes | None = None  # None: the work of steps is not estimated
     layout: KVLayout | None = None  # layout of all ranks' blocks together; None: one rank
     shards: tuple[Shard, ...] = ()  # the part of these blocks that each rank has
-    counters: Mapping[str, float] = field(default_factory=dict)  # of rank 0's opening
+    counters: Mapping[str, float] = field(default_factory=dict)  # counters of rank 0's opening
 
 
 class OtherRanks(Protocol):

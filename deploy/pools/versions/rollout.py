@@ -1,4 +1,4 @@
-"""Lets a version take over from the others. Pure: each step returns the next `Intent`.
+"""Makes a version take over from the other versions. Pure: each step returns the next `Intent`.
 
 A version takes over in these steps. Each step waits until the step before is complete.
 

@@ -54,7 +54,7 @@ class VersionUpdates:
             yield self._state.record(now_s, name, f"has weight {weight}", "ordered")
 
     def finish(self, order: Finish, now_s: float) -> Iterator[PoolEffect]:
-        """Starts a rollout in which a version replaces all others."""
+        """Starts a rollout in which one version replaces all other versions."""
         room = self._workers.room()
         self._set(orders.finished(self._state.intent, order.name, order.pools, room))
         yield self._state.record(now_s, order.name, "takes over from all others", "ordered")
@@ -64,7 +64,7 @@ class VersionUpdates:
         yield from self._abort(order.name, "ordered", now_s)
 
     def rollback(self, order: Rollback, now_s: float) -> Iterator[PoolEffect]:
-        """Lets a former version take over again, or aborts the running takeover."""
+        """Makes a former version take over again, or aborts the running takeover."""
         intent = self._state.intent
         rollout = intent.rollout
         if rollout is not None and order.name in (None, current_beside(intent, rollout).name):

@@ -59,7 +59,7 @@ class WorkerSightings:
             yield from self.workers.lose(worker, f"{NOT_STARTED}{event.reason}", now_s)
 
     def on_stopped(self, event: WorkerStopped, now_s: float) -> Iterator[PoolEffect]:
-        """Removes an unwanted worker; schedules another start of a wanted worker."""
+        """Schedules another start if the stopped worker is wanted. Otherwise removes the worker."""
         worker = self.workers.by_id.get(event.worker_id)
         if worker is None or worker.state is not WorkerState.STOPPING:
             return
@@ -111,12 +111,15 @@ class WorkerSightings:
             why = f"it came back as {worker.role}"
             yield from self.workers.flip(worker, worker.target, why, now_s)
             return
-        if worker.state is WorkerState.FLIPPING:  # it missed the order, so its deadline restarts
+        if worker.state is WorkerState.FLIPPING:  # it missed the order: wait again
             self.workers.enter(worker, WorkerState.FLIPPING, now_s)
         yield SetWorkerRole(worker.worker_id, worker.target)
 
     def on_disconnected(self, event: Disconnected, now_s: float) -> Iterator[PoolEffect]:
-        """Starts the deadline by which a session must be open again."""
+        """Records that a worker's session ended.
+
+        From now on a deadline runs for the next session.
+        """
         worker = self.workers.at(event.worker_id, event.address)
         if worker is None or not worker.is_connected:
             return
