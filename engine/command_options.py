@@ -25,9 +25,9 @@ Build = Callable[[dict[str, Any]], Any]
 class SettingOption(NamedTuple):
     """An option that sets one key of the configuration."""
 
-    key: str  # the key's full path, section included
+    key: str  # full path of the key, with its section
     name: str = ""  # the option's name; empty: the key's own name, without the section
-    kind: Any = None  # the type that the option is parsed as; None: the setting's own type
+    kind: Any = None  # type as which the option is parsed; None: the setting's own type
     default: Any = None  # None: if the option is absent, the setting keeps its value
     more: Mapping[str, Any] = {}  # further arguments for `typer.Option`
 
@@ -82,7 +82,9 @@ def expanded(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _options_in(hint: Any) -> tuple[list[Parameter], Build | None]:
-    """Returns a parameter's options, and a function that builds the parameter's value from them."""
+    """Returns the options of a parameter, and a function that makes the parameter's value from
+    them.
+    """
     if is_dataclass(hint):
         assert isinstance(hint, type)
         return list(_fields_of(hint)), lambda given: hint(**given)

@@ -29,7 +29,7 @@ _TYPES: dict[type, str] = {bool: "true or false", int: "integer", float: "number
 class ConfigKey(msgspec.Struct, frozen=True):
     """One key of the configuration."""
 
-    name: str  # the key's full path, section included
+    name: str  # full path of the key, with its section
     type: str  # the key's type, in words
     default: str  # the key's default in TOML's syntax; may be UNSET
     meaning: str

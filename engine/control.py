@@ -104,7 +104,7 @@ class Version(msgspec.Struct, frozen=True):
     """
 
     name: str = FIRST_VERSION
-    model: str = ""  # the model's source: see `model_source`
+    model: str = ""  # source of the model: see `model_source`
     model_name: str = ""  # the model's name in the API
     worker: WorkerConfig = WorkerConfig()
     pools: Pools = Pools()
@@ -136,7 +136,7 @@ _AMOUNTS = {"pools": Pools(), "weight": 0, "is_leaving": False, "asleep": None}
 
 
 def first_name(line: str) -> str:
-    """Returns the name of a line's first version."""
+    """Returns the name of the first version of a line."""
     return f"{line}-{FIRST_VERSION}" if line else FIRST_VERSION
 
 
@@ -148,7 +148,7 @@ class Rollout(msgspec.Struct, frozen=True):
     before: tuple[Version, ...]  # the line's versions at the start; an abort restores them
     stay: tuple[str, ...] = ()  # versions that an abort keeps, beside the current one
     canary: tuple[int, ...] = ()  # first shares of the new requests for version `to`, in per cent
-    hold_s: float = 0.0  # minimum duration of each share
+    hold_s: float = 0.0  # least number of seconds for which each share lasts
     # Allows a context that is shorter than the longest sequences of other versions.
     allows_shorter: bool = False
 
@@ -175,8 +175,8 @@ class Intent(msgspec.Struct, frozen=True):
     planner: PlannerMode = PlannerMode.OFF
     drained: tuple[WorkerId, ...] = ()  # drained workers: they keep running, but get no requests
     rollout: Rollout | None = None
-    former: tuple[Version, ...] = ()  # versions that were replaced, the latest last
-    live: LiveSettings | None = None  # None: the configuration of the start holds
+    former: tuple[Version, ...] = ()  # replaced versions, the last one at the end
+    live: LiveSettings | None = None  # None: the settings from the start apply
 
     @property
     def current(self) -> Version:
@@ -185,7 +185,7 @@ class Intent(msgspec.Struct, frozen=True):
 
     @property
     def most_workers(self) -> int:
-        """The number of workers that are wanted when no version sleeps."""
+        """The number of workers that all versions want when no version sleeps."""
         asleep = (v.asleep.pools.total for v in self.versions if v.asleep is not None)
         return self.num_wanted + sum(asleep)
 
@@ -204,7 +204,7 @@ class Intent(msgspec.Struct, frozen=True):
         return tuple(version for version in self.versions if version.line == line)
 
     def is_current(self, version: Version) -> bool:
-        """True if it is the current version of its line."""
+        """True if this version is the current version of its line."""
         return self.of_line(version.line)[0] is version
 
     @property
@@ -217,7 +217,7 @@ class Intent(msgspec.Struct, frozen=True):
         return next((each for each in self.versions if each.name == name), None)
 
     def changed(self, name: str, **fields: object) -> "Intent":
-        """Returns the intent with fields of one version changed."""
+        """Returns the intent after fields of one version were changed."""
         versions = tuple(
             msgspec.structs.replace(each, **fields) if each.name == name else each
             for each in self.versions
@@ -226,12 +226,12 @@ class Intent(msgspec.Struct, frozen=True):
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True):
-    """A worker that gateways use, for requests of its version only."""
+    """A worker that gateways may use, for requests of one version."""
 
     worker_id: WorkerId
     address: str
     version: str = FIRST_VERSION
-    context_len: int = 0  # tokens of one sequence at most
+    context_len: int = 0  # most tokens of one sequence
 
 
 # ---------------------------------------------------------------- controller to gateway
@@ -254,11 +254,11 @@ class Members(msgspec.Struct, frozen=True, tag=True):
     stores: tuple[Member, ...] = ()  # KV stores; to gateways they are workers that compute nothing
 
     def of(self, name: str) -> tuple[Member, ...]:
-        """Returns the workers of a version."""
+        """Returns the workers of this version."""
         return tuple(member for member in self.workers if member.version == name)
 
     def stores_of(self, name: str) -> tuple[Member, ...]:
-        """Returns the stores of a version."""
+        """Returns the stores of this version."""
         return tuple(member for member in self.stores if member.version == name)
 
 
@@ -301,7 +301,7 @@ class WorkerSummary(msgspec.Struct, frozen=True):
 
 
 class WorkerReport(WorkerSummary, frozen=True, kw_only=True):
-    """A worker, and the Unix time of its state."""
+    """The summary of a worker, and the Unix time at which it was made."""
 
     since_s: float
 
@@ -341,7 +341,9 @@ class EndedCounts(msgspec.Struct, frozen=True):
 
 
 class CanaryVerdict(StrEnum):
-    """The controller's verdict on a version that takes over. A bad version is given up at once."""
+    """The controller's verdict on a version that takes over. An update to a bad version is aborted
+    at once.
+    """
 
     NOT_PROBED = "not probed yet"
     TOO_FEW = "too few requests to judge"
@@ -391,7 +393,7 @@ class HistoryStep(msgspec.Struct, frozen=True):
 
 
 class DecisionReport(msgspec.Struct, frozen=True):
-    """A decision of the planner, with its Unix time."""
+    """A decision of the planner, with the Unix time of the decision."""
 
     number: int
     at_s: float
@@ -422,7 +424,7 @@ class ClusterReport(msgspec.Struct, frozen=True, tag=True):
     counters: dict[str, int]
     steps: list[HistoryStep]  # the most recent steps, oldest first
     decisions: list[DecisionReport]  # the most recent decisions, oldest first
-    canary: CanaryReport | None = None  # set while a version takes over and may still be given up
+    canary: CanaryReport | None = None  # set during an update that may still be aborted
 
 
 class DropBlocks(msgspec.Struct, frozen=True, tag=True):
@@ -447,7 +449,7 @@ class GatewayWelcome(msgspec.Struct, frozen=True, tag=True):
 
 
 class ControllerRefused(msgspec.Struct, frozen=True, tag=True):
-    """A gateway's refusal of a `ControllerHello`."""
+    """A gateway's answer to a `ControllerHello` that it does not accept."""
 
     reason: str
 
@@ -467,9 +469,9 @@ class VersionReport(msgspec.Struct, frozen=True):
     fingerprint: str
     num_ended: int = 0
     num_failed: int = 0  # ended requests whose outcome was a failure
-    # Ended requests that missed the service level objective, were refused, or hung.
+    # Ended requests that missed the service level objective (SLO), were refused, or hung.
     num_late: int = 0
-    longest_len: int = 0  # tokens, prompt and answer
+    longest_len: int = 0  # tokens of the longest sequence, prompt and answer
     probe: str | None = None
     num_hung: int = 0  # running answers whose last token is much older than the objective allows
 
@@ -486,13 +488,13 @@ class GatewayReport(msgspec.Struct, frozen=True, tag=True):
     num_workers: int  # workers with an open session
     num_requests: int  # requests that were accepted and have not ended
     num_waiting: int  # requests that wait for a worker
-    queued_s: float  # predicted time that one prefill worker needs for the waiting prompts
+    queued_s: float  # predicted time in which one prefill worker computes the waiting prompts
     seen: dict[str, Observation] = {}
     versions: dict[str, VersionReport] = {}  # reports by the version's name
 
 
 class RequestState(StrEnum):
-    """The stage of a request."""
+    """The stage of a request in its life."""
 
     WAITING = "waiting"  # the request waits for a worker
     PREFILLING = "prefilling"

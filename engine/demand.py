@@ -35,7 +35,7 @@ class Observation:
     """
 
     requests_per_s: float = 0.0
-    # predicted time that one worker needs for the uncached parts of the prompts
+    # predicted seconds in which one worker computes the uncached parts of a second's prompts
     prefill_s_per_s: float = 0.0
     output_tokens_per_s: float = 0.0  # predicted output tokens of the same requests
     queued_s: float = 0.0  # predicted prefill time of the prompts that wait for a worker

@@ -78,11 +78,11 @@ from pathlib import Path
 
 
 class BatonError(Exception):
-    """Base of all errors that Baton raises on purpose."""
+    """The base class of all errors that Baton raises on purpose."""
 
 
 class InvalidRequest(BatonError):
-    """A request that cannot be served; `param` names the field, `status` is the HTTP status."""
+    """A request that cannot be served. `param` is the field's name, `status` the HTTP status."""
 
     def __init__(self, message: str, *, param: str | None = None, status: int = 400) -> None:
         super().__init__(message)
@@ -92,15 +92,15 @@ class InvalidRequest(BatonError):
 
 
 class ConfigError(BatonError):
-    """A setting that cannot be used; the message names it."""
+    """A setting that cannot be used. The message names the setting."""
 
 
 class CheckpointError(ConfigError):
-    """A model directory that cannot be served; the message names the file or the property."""
+    """A model directory that cannot be served. The message names the file or the property."""
 
 
 class UntrustedFile(ConfigError):
-    """A cached file that another user can have written."""
+    """A cached file that another user may have written."""
 
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(f"{path} is not to be trusted: {why}")
@@ -109,7 +109,7 @@ class UntrustedFile(ConfigError):
 
 
 class LayoutMismatch(BatonError):
-    """Two workers differ in a field that must agree before KV moves between them."""
+    """Two workers cannot exchange KV, because a field differs that must be equal."""
 
     def __init__(self, field: str, ours: object, theirs: object) -> None:
         super().__init__(f"{field} differs: ours {ours!r}, theirs {theirs!r}")
@@ -119,18 +119,19 @@ class LayoutMismatch(BatonError):
 
 
 class ProtocolError(BatonError):
-    """A peer sent something that the protocol does not allow."""
+    """A peer has sent something that the protocol does not allow."""
 
 
 class Untrusted(ProtocolError):
-    """A peer does not prove that it holds the deployment's secret; the message says how it fails.
+    """A peer has not proved that it has the deployment's secret. The message says which proof
+    failed.
 
-    The messages are few and fixed, because each names a counter.
+    There are few messages and their texts are fixed, because each message is the name of a counter.
     """
 
 
 class StepStuck(BatonError):
-    """A step of a worker has lasted `seconds`, longer than any step should."""
+    """A step of a worker has lasted `seconds`, which is longer than any step should last."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(f"a step has lasted {seconds:.1f} s")
@@ -138,11 +139,11 @@ class StepStuck(BatonError):
 
 
 class GrammarError(BatonError):
-    """A grammar, schema or expression that cannot be followed; the message says why."""
+    """A grammar, schema or expression that cannot be followed. The message says why."""
 
 
 class OutOfBlocks(BatonError):
-    """Fewer blocks are free than were asked for."""
+    """Fewer blocks are free than the caller has requested."""
 
     def __init__(self, wanted_blocks: int, free_blocks: int) -> None:
         super().__init__(f"wanted {wanted_blocks} blocks, {free_blocks} are free")
@@ -151,4 +152,4 @@ class OutOfBlocks(BatonError):
 
 
 class BuildError(BatonError):
-    """A C++ library cannot be built here; the message says why, in one line."""
+    """The C++ library cannot be built on this machine. The message says why, in one line."""

@@ -72,7 +72,7 @@ class KVSection(msgspec.Struct, frozen=True):
 
 
 class LayerRange(msgspec.Struct, frozen=True, array_like=True):
-    """Consecutive layers of a section."""
+    """Consecutive layers of one section of a block."""
 
     first: int
     num_layers: int
@@ -176,7 +176,7 @@ class KVLayout(msgspec.Struct, frozen=True):
         return _block_bytes(self)
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Returns the number of blocks that hold `num_tokens` tokens."""
+        """Returns the number of blocks that are needed for `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def difference(self, other: "KVLayout") -> str | None:

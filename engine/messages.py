@@ -28,8 +28,8 @@ PROTOCOL_VERSION = 14
 PREEMPTED = "preempted"  # the worker has no memory left for the sequence
 STUCK = "no memory came free"  # even though no other sequence ran on the worker
 WRONG_ROLE = "wrong role"  # the worker's role does not accept the sequence
-PULL_FAILED = "pull failed"  # prefix of the reason if pulling the sequence's KV failed
-ROLE_CHANGED = "role changed"  # the worker accepted the sequence in an earlier role
+PULL_FAILED = "pull failed"  # first words of the reason if a pull of the sequence's KV has failed
+ROLE_CHANGED = "role changed"  # the worker accepted the sequence while it had another role
 MAX_FRAME_BYTES = 64 * 2**20
 MAX_HASHES = 65_536  # most block hashes in one message
 HASH_BYTES = 16  # bytes of one block hash, as `engine.worker.blocks` computes it
@@ -52,7 +52,7 @@ Salt = Annotated[bytes, msgspec.Meta(max_length=SALT_BYTES)]
 Hash = Annotated[bytes, msgspec.Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
 Endpoint = Annotated[str, msgspec.Meta(max_length=MAX_ENDPOINT_LEN)]  # an address of ZeroMQ
 Hashes = Annotated[list[Hash], msgspec.Meta(max_length=MAX_HASHES)]
-# Identifies an API key or a session to stores, without revealing it.
+# Identifies an API key or a session to stores. It does not reveal the key or the session.
 HintId = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_HINT_ID_LEN)]
 KeepS = Annotated[float, msgspec.Meta(gt=0, le=MAX_KEEP_S)]
 
@@ -72,7 +72,7 @@ class Role(StrEnum):
     prefills: bool  # computes prompts, also for answers that another worker generates
     decodes: bool  # can generate tokens
 
-    __hash__ = str.__hash__  # an enum's own hash runs in Python, and costs are looked up by role
+    __hash__ = str.__hash__  # an enum's own hash is slower, and costs are looked up by role
 
     def __init__(self, name: str) -> None:
         self.prefills = name in ("prefill", "mixed")
@@ -233,7 +233,9 @@ class TransferAddress(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class EventsAddress(msgspec.Struct, frozen=True):
-    """The endpoints that publish which blocks a worker caches: see `engine.worker.block_events`."""
+    """The endpoints at which a worker publishes its cached blocks: see
+    `engine.worker.block_events`.
+    """
 
     published: str  # ZeroMQ endpoint that publishes batches of events
     asked: str  # ZeroMQ endpoint that resends missed batches on request
@@ -277,7 +279,7 @@ class ComputePrompt(msgspec.Struct, frozen=True):
     prefix: LeaseRef | None = None
     prompt_logprobs: int | None = None
     salt: Salt = b""
-    client_id: str = ""  # the client's own id of the request, for log lines
+    client_id: str = ""  # the id that the client gave to its request, for log lines
     evict_first: bool = False
     likely_reused: bool = False
 
@@ -434,7 +436,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     num_blocks: int
     max_running: int
     kv_wire_dtype: KVFormat | None = None  # format of KV during transfer; None: the pool's format
-    events: EventsAddress | None = None  # None: the worker publishes no block events
+    events: EventsAddress | None = None  # None: the worker publishes no events about its blocks
     stretch: float | None = None  # None: the worker does only the work of its role
     step: "StillStepping | None" = None  # the running step, if it has lasted long; else None
     kernels: str = ""  # the kernels in use: workers with other kernels may choose other tokens
@@ -483,7 +485,7 @@ class PrefillStarted(msgspec.Struct, frozen=True, tag=True):
 
 
 class PrefillDone(msgspec.Struct, frozen=True, tag=True):
-    """The prompt is computed; `token` is the first token of the answer."""
+    """The prompt is computed. `token` is the first token of the answer."""
 
     seq_id: SeqId
     token: int
@@ -613,7 +615,7 @@ class LoadReport(msgspec.Struct, frozen=True, tag=True):
     running_seqs: int
     open_leases: int
     counters: dict[str, float] = {}
-    num_event_batches: int = 0  # batches published so far: see `engine.worker.block_events`
+    num_event_batches: int = 0  # number of published batches: see `engine.worker.block_events`
     prompt_tokens: int = 0
     decode_seqs: int = 0
     decode_blocks: int = 0
@@ -680,7 +682,7 @@ _to_gateway = msgspec.msgpack.Decoder(list[ToGateway])
 
 
 def encode_frame(messages: Sequence[ToWorker] | Sequence[ToGateway]) -> bytes:
-    """Encodes one frame of either direction."""
+    """Encodes one frame, to a worker or from it."""
     return _encoder.encode(messages)
 
 

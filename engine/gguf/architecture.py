@@ -1,15 +1,15 @@
 """Translates the key/values and tensors of a GGUF file to the names of transformers.
 
-A file with an unknown architecture key, an unknown tensor or an unexpected shape is refused; the
-error names it. So a model is computed as its authors meant, or not at all.
+A file with an unknown architecture key, an unknown tensor or an unexpected shape is refused, with
+an error that names it. So a model is computed as its authors intended, or not at all.
 
-llama.cpp rotates pairs of neighbours, transformers a head's halves. For `llama`, llama.cpp's
-converter therefore reorders the rows of Q and K (`WeightPlace.rotated_heads`). For other
-architectures it does not.
+llama.cpp rotates pairs of neighbouring elements, transformers rotates the halves of a head. For
+`llama`, llama.cpp's converter therefore reorders the rows of Q and K (`WeightPlace.rotated_heads`).
+For other architectures it does not.
 
 Llama 3 scales its rotary embeddings. llama.cpp's converter computes a factor for each frequency
-from four parameters, and stores the factors only. transformers needs the parameters. All models of
-this kind share three of them; the fourth is the largest factor.
+from four parameters, and stores only the factors. transformers needs the parameters. All models of
+this kind have the same values for three of the parameters; the fourth is the largest factor.
 
 `described` turns the metadata of a GGUF file into the small files of a transformers checkpoint:
 
@@ -30,7 +30,7 @@ from engine.errors import CheckpointError
 from engine.gguf.container import GgufHeader, TensorPlace, Value
 from engine.gguf.vocabulary import special_ids, tokenizer_config_of, tokenizer_of
 
-MAX_SIZE = 2**24  # largest size of a dimension
+MAX_SIZE = 2**24  # largest allowed size of a dimension
 FREQUENCIES = "rope_freqs.weight"  # tensor with the factors of the rotary frequencies
 HEAD = "output.weight"  # the output head; absent if the model uses the embedding matrix as its head
 
@@ -97,7 +97,7 @@ class WeightPlace:
 def config_of(header: GgufHeader) -> dict[str, Any]:
     """Returns the contents of config.json, without token ids.
 
-    Raises CheckpointError if the file has unknown metadata, or contradicts itself.
+    Raises CheckpointError for unknown metadata, or metadata that contradicts other metadata.
     """
     return _Described(header).config()
 
@@ -233,7 +233,9 @@ class _Described:
         return found
 
     def _stretched(self, theta: float) -> dict[str, Any]:
-        """Returns the rope parameters from which the stored frequency factors were computed."""
+        """Returns the rope parameters from which llama.cpp has computed the stored frequency
+        factors.
+        """
         place = self._header.tensors[FREQUENCIES]
         found = None
         if place.type_name == "F32" and place.shape == (self._head_dim // 2,):

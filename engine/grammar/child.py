@@ -31,13 +31,13 @@ from engine.errors import GrammarError
 from engine.grammar.guides import STACK_BYTES, LlGuides
 from engine.messages import Grammar
 
-MAX_CPU_S = 1.0  # CPU seconds of one compilation; a real schema of 64 kB takes 0.1
-MAX_BYTES = 128 * 2**20  # memory that one compilation may add
+MAX_CPU_S = 1.0  # CPU seconds of one compilation; a schema of 64 kB in real use takes 0.1
+MAX_BYTES = 128 * 2**20  # bytes of memory that one compilation may add
 MAX_WALL_S = 10.0  # a slower fork counts as BUSY: the machine had no time for it
 MAX_FRAME_BYTES = 2**21
 MAX_TOKENIZERS = 2  # tokenizers in memory at once: one for each version of a rollout
 MAX_REPLY_BYTES = 2**14  # a write of this size to a pipe does not block
-NICENESS = 10  # lower priority than the processes that serve
+NICENESS = 10  # gives this process a lower priority than the serving processes
 MAX_DESCRIPTORS = 1024  # upper bound of the file descriptors of this process
 HEAD_BYTES = 4
 
@@ -83,7 +83,7 @@ _MESSAGES = {
 }
 _SIGNALS = {
     signal.SIGPROF: GrammarVerdict.SLOW,
-    signal.SIGKILL: GrammarVerdict.BUSY,  # sent by `_watched`, or by a kernel without memory
+    signal.SIGKILL: GrammarVerdict.BUSY,  # sent by `_watched`, or by a kernel that is out of memory
     signal.SIGABRT: GrammarVerdict.LARGE,  # sent by Rust's runtime if it gets no memory
 }
 

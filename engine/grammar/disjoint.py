@@ -78,7 +78,8 @@ class Disjointness:
         self.references = References(root)
         self._max_steps = max_steps
         self._num_steps = 0
-        # keyed by the schema's `id()`; each entry keeps its schema alive
+        # Keyed by a schema's `id()`. Each entry keeps its schema alive, so that no other schema
+        # gets its id.
         self._facts: dict[int, tuple[Json, Facts]] = {}
 
     def apart(self, one: Json, other: Json, *, inside: int = 0) -> bool:
@@ -191,8 +192,8 @@ class Disjointness:
         return any(self.apart(x, y) for x in items[0] for y in items[1])
 
     def key_apart(self, one: Json, other: Json) -> str | None:
-        """Returns a key that the first schema mentions, and with which no object satisfies both
-        schemas.
+        """Returns a key that the first schema mentions, and that no object satisfying both schemas
+        can have; None if there is no such key.
         """
         left, right = self.facts(one), self.facts(other)
         names = (name for part in left.parts for name in part.get("properties") or {})
@@ -219,7 +220,7 @@ def types_of(schema: Mapping[str, Json]) -> frozenset[str]:
 
 
 def type_of(value: Json) -> str:
-    """Returns the type of a value, as TYPES names it."""
+    """Returns the type of a value, by its name in TYPES."""
     match value:
         case None:
             return "null"

@@ -1,14 +1,14 @@
-"""Translates grammars in EBNF, as llama.cpp and xgrammar write them, to Lark.
+"""Translates grammars in EBNF, in the form of llama.cpp and xgrammar, to Lark.
 
     root ::= "(" root ")" | [0-9]{1,3}   # a comment
 
-Pure: a text in, a text out, or a GrammarError with the client's line. A rule that does not lead to
-a recursive rule becomes a terminal, which is one regular expression. The other rules are parsed
-over terminals and literals. There the compiler takes the longest match. So it never allows more
-than the grammar, but may allow less where literals and classes overlap.
+Pure: returns a text, or raises GrammarError with the client's line number. A rule that does not
+lead to a recursive rule becomes a terminal, which is one regular expression. The other rules are
+parsed over terminals and literals, for which the compiler uses the longest match. So the
+translation never allows more than the grammar, but may allow less if literals and classes overlap.
 
-Work is linear in the source. Repetitions and nested rules cost only the compiler, which has its own
-bounds.
+The time is linear in the length of the source. Repetitions and nested rules cost time only in the
+compiler, which has bounds of its own.
 
 Sources: llama.cpp, grammars/README.md (GBNF); xgrammar, EBNF grammars; llguidance, docs/syntax.md.
 """

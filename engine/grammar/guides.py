@@ -46,13 +46,13 @@ MAX_MESSAGE_LEN = 300  # characters of an error message
 MAX_LEXER_STATES = 16_000  # states of one lexer; each state takes about 2 kB
 # expressions that one compilation may create; the largest schemas in use need this number
 COMPILING_FUEL = 500_000
-MASK_FUEL = 100_000  # expressions that one mask may cost
-MASK_ITEMS = 5_000  # parser items that one mask may cost: 0.05 s where rules are ambiguous
+MASK_FUEL = 100_000  # most expressions that the computation of one mask may create
+MASK_ITEMS = 5_000  # most parser items for one mask: 0.05 s for ambiguous rules
 MAX_CACHED_BYTES = 2**30  # estimated memory of all cached grammars
 COMPILED_BETWEEN_TRIMS = 16  # freed memory is returned to the system after this many grammars
 STATES_BYTES = MAX_LEXER_STATES * 2048  # most memory that a guide adds to its grammar
 COMPILED_BYTES_PER_S = 150 * 2**20  # most memory that one second of compilation adds, as measured
-MAX_TOKEN_S = 0.1  # CPU time for one token; large schemas take 0.04
+MAX_TOKEN_S = 0.1  # CPU seconds for one token; large schemas need 0.04
 STACK_BYTES = 256 * 2**20  # address space of the stack; little of this memory is ever written
 WORD_BITS = 32
 
@@ -141,7 +141,7 @@ class LlGuides:
         try:
             return future.result().matcher
         finally:
-            del future  # it holds the error, whose traceback holds this frame
+            del future  # the error's traceback refers to this frame
 
     def _evict(self) -> None:
         """Evicts the least recently used grammars until the rest fits into MAX_CACHED_BYTES.

@@ -289,7 +289,7 @@ def _tightened(schema: Schema) -> Schema:
     follows too loosely.
     """
     result = {keyword: _clamped(schema, keyword) for keyword in schema}
-    if schema.get("uniqueItems") is False:  # false is the only value without an effect
+    if schema.get("uniqueItems") is False:  # false is the only value that has no effect
         del result["uniqueItems"]
     name, others = schema.get("format"), schema.get("allOf", [])
     if isinstance(name, str) and name in _TIGHTER and isinstance(others, list):

@@ -1,4 +1,4 @@
-"""Replaces keywords of one schema by others that the compiler knows. Pure.
+"""Replaces keywords of one schema by keywords that the compiler knows. Pure.
 
     exclusiveMinimum, exclusiveMaximum    true and false, as draft 4 has them: a bound, or none
     propertyNames       a pattern or an enum of names, where properties are not named otherwise

@@ -4,11 +4,11 @@
     const, enum        other types, other texts by a pattern, the other of true and false
     required           an object without one of the keys
     properties         an object with a key whose value is wrong
-    allOf              one part does not hold; anyOf: none does
-    lengths, bounds    what lies beyond
+    allOf              one part is not satisfied; anyOf: no part is satisfied
+    lengths, bounds    smaller and larger values
 
-A schema does not hold if one of its keywords does not. So the parts that can be
-expressed are joined; the others are left out, and the result allows less.
+A value violates a schema if it violates at least one keyword. So the result is a union of the
+negated keywords. Keywords without a known negation are left out, and the result then allows less.
 
 Source: JSON Schema 2020-12, core and validation.
 """

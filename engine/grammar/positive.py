@@ -1,7 +1,7 @@
 """Rewrites keywords that the schema compiler lacks into keywords that it knows.
 
-The compiler follows unions and intersections. It knows no negation, and `oneOf` is one: exactly one
-alternative, so none of the others. Here these become positive:
+The compiler supports unions and intersections, but no negation. `oneOf` contains a negation:
+exactly one alternative is satisfied, so none of the others. Here these keywords become positive:
 
     oneOf              anyOf, if the alternatives are apart, or are made so by forbidding a key or
                        by the negation of the other one
@@ -11,10 +11,10 @@ alternative, so none of the others. Here these become positive:
     format             one that the compiler knows and that allows no more; else a note
     $ref               to a place by its pointer, also where an anchor or the own $id names it
 
-`engine.grammar.keywords` has rewritten the keywords that are only other names.
+`engine.grammar.keywords` must first have replaced keywords that are only other names.
 
-The result allows nothing that the schema forbids. It may allow less, where a part of a negation has
-no positive form. If nothing of it has one, the schema is refused by name.
+The result allows nothing that the schema forbids. It may allow less than the schema if a part of a
+negation has no positive form. If no part has a positive form, GrammarError names the keyword.
 
 Source: JSON Schema 2020-12, core and validation. That an unknown `format` is a note is in §7.2.1.
 """
@@ -75,7 +75,7 @@ class _Positive:
     def __init__(self, root: Json) -> None:
         self._known = Disjointness(root)
         self._negation = Negation(self._known)
-        self._moved: dict[str, str] = {}  # new names of definitions, by their original pointers
+        self._moved: dict[str, str] = {}  # new names of moved definitions, by old pointers
         self.result: Json = self.rewritten(root, "#")
         self._define_moved()
 

@@ -55,7 +55,7 @@ class References:
 
 
 def normal(pointer: str) -> str:
-    """Returns a JSON pointer in normal form."""
+    """Returns a JSON pointer in its normal form."""
     return "".join("/" + escaped(unescaped(part)) for part in pointer.split("/")[1:])
 
 

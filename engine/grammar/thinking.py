@@ -19,7 +19,9 @@ class ThinkingGuide:
     """The state of one answer, with its reasoning; implements `engine.grammar.guide.Guide`."""
 
     def __init__(self, inner: Guide, marks: ThinkingMarks, *, vocab_size: int) -> None:
-        """`inner` is the guide of the text after the reasoning, before its first token."""
+        """`inner` is the guide of the text after the reasoning. It must not have consumed any
+        token.
+        """
         self._inner = inner
         self._marks = marks
         # None: reasoning has not begun, but still may

@@ -22,7 +22,7 @@ class TorchConverter:
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)
         self._room = torch.empty(0, dtype=torch.uint8)
-        self._results: list[torch.Tensor] = []  # the last two results, kept alive
+        self._results: list[torch.Tensor] = []  # the last two results; this list keeps them alive
 
     def room(self, num_bytes: int, stream: int) -> int:
         """Returns the address of memory for the input records; valid until the next call."""

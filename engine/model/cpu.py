@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 MOST_BARE = 0.2  # share of a model's weight bytes that may stay in fp32 without a warning
 FUSED_TOLERANCE = 1e-4  # largest error, relative to the spread of the logits
-# Tolerance for packed weights of each format, relative to the spread of the logits.
+# Largest error with packed weights of each format, relative to the spread of the logits.
 PACKED_TOLERANCE = {
     WeightFormat.FP32: 1e-3,
     WeightFormat.BF16: 0.1,
@@ -158,7 +158,7 @@ class CpuForward:
         return CpuPass(token_ids, positions, keep, build_batch(rows, self._loaded.context.cache))
 
     def step_size(self, rows: Sequence[Row]) -> None:
-        """Returns None: passes on a CPU are not padded."""
+        """Returns None, because passes on a CPU are not padded."""
         return None
 
     def unpack(self, step: PackedStep) -> CpuPass:
@@ -177,7 +177,7 @@ class CpuForward:
         return CpuPass(tokens, positions, inputs.keep.tolist(), batch)
 
     def launch(self, prepared: CpuPass | PreparedCall) -> torch.Tensor:
-        """Computes logits [len(keep), vocab]."""
+        """Computes logits [len(keep), vocab] from prepared inputs."""
         if self._decoder is not None:
             return self._decoder.launch(prepared)
         *numbers, batch = prepared

@@ -4,26 +4,28 @@
     launch    queues one copy of them and the pass; does not wait for either
 
 **Decode and verification**, in which every row has one token or a few, are replayed as CUDA graphs.
-`open` captures one graph for each of `packing.captured_sizes`. A step takes the smallest that holds
-its rows and fills it up with tokens that store nothing. Graphs read their inputs where they were
-captured, in one piece of device memory, and share one pool of memory for all else. So each `launch`
-overwrites the result of the one before. All other steps run eagerly. Captures for verification end
-once all captures together took MAX_CAPTURE_S or MAX_CAPTURE_BYTES; steps of the sizes that are left
-out run eagerly.
+`open` captures one graph for each of `packing.captured_sizes`. A step uses the smallest graph that
+has room for its rows, and is padded with tokens whose KV is not stored. Graphs read their inputs at
+the addresses of the capture, in one piece of device memory, and share one pool for all other
+memory. So each `launch` overwrites the result of the last `launch`. All other steps run eagerly.
+Captures for verification stop when all captures together have used MAX_CAPTURE_S or
+MAX_CAPTURE_BYTES. Steps of sizes without a capture run eagerly.
 
 **torch.compile** fuses the operations between two attentions or two matrix products. Layers are
-compiled one by one. They share their code, so one compilation serves them all, and one more serves
-steps of any size. Attention stays outside, since its arguments are not tensors: one compiled graph
-ends before it and another begins behind it. A captured step does not notice.
+compiled one by one. They share their code, so one compilation is enough for all layers, and one
+more for steps of any size. Attention is not compiled, because its arguments are not tensors: one
+compiled graph ends before the attention and another graph begins after it. This makes no difference
+for a captured step.
 
-If a part is not available, the model runs without it. That is counted in `fallbacks` and logged:
-"triton" (attention in plain torch, and then no graphs either), "triton_sampling" (tokens are chosen
-by torch, in many small kernels), "torch_compile", "cuda_graph" (a model whose own code waits for
-the GPU, as some mixtures of experts do), "captured_verification" (some sizes were left out),
-"prefill_" and the name of a way to attend long rows, which fails or is wrong on this device.
+If an optional part is not available, the model runs without it. The missing part is counted in
+`fallbacks` and logged: "triton" (attention in plain torch, and then no graphs either),
+"triton_sampling" (tokens are chosen by torch, in many small kernels), "torch_compile", "cuda_graph"
+(a model whose own code waits for the GPU, as some mixtures of experts do), "captured_verification"
+(some sizes were left out), "prefill_" and the name of a way to attend long rows, if this way fails
+or is wrong on this device.
 
-The host waits for one thing only: before it writes to pinned memory again, for the copy out of it
-two steps ago. On a CPU the same code computes without graphs and pinned memory, for tests.
+The host waits only before it reuses pinned memory: for the copy, two steps earlier, from this
+memory. On a CPU the same code computes without graphs and pinned memory, for tests.
 """
 
 import logging
@@ -65,7 +67,7 @@ from engine.worker.batch import Row
 
 log = logging.getLogger(__name__)
 
-BROKEN_OUT = "baton_paged_broken_out"  # PAGED, for compiled layers
+BROKEN_OUT = "baton_paged_broken_out"  # the name of PAGED in compiled layers
 MAX_CAPTURED_ROWS = 256
 MAX_CHOSEN = 8192  # most tokens of one step that the next step can continue
 MAX_CAPTURE_S = 60.0
@@ -75,7 +77,7 @@ MAX_COMPILATIONS = 64
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 WARM_UP_RUNS = 2  # runs before a capture: libraries choose their kernels in the first run
 WARM_UP_LENS = (2, 8, 32, 128)  # row lengths in tokens that cover every kind of launch
-WARM_UP_ROWS = 64  # rows of the last warm-up length: a step of 8,192 tokens
+WARM_UP_ROWS = 64  # rows of the longest warm-up length: a step of 8,192 tokens
 
 
 Sampler = Callable[[torch.Tensor, Sequence[TokenChoice]], torch.Tensor]
@@ -147,7 +149,7 @@ def resolve_weights(wanted: WeightFormat, device: torch.device) -> WeightFormat:
 class CudaForward:
     """Computes logits of rows with one model on a GPU. Used by one thread at a time."""
 
-    is_batch_invariant = False  # a GPU promises no batch invariance
+    is_batch_invariant = False  # GPU kernels give no such guarantee
 
     def __init__(  # noqa: PLR0913 - all but two have defaults
         self,
@@ -482,7 +484,7 @@ class CudaForward:
         dtypes = {self._loaded.model.dtype, torch.float32}  # changed logits are in fp32
         try:
             triton_sampling.warm_up(self._loaded.vocab_size, dtypes, self._device)
-        except Exception as error:  # a compiler may raise anything: run without it
+        except Exception as error:  # a compiler may raise anything; then torch samples
             self._fall_back("triton_sampling", error)
             return choosing.sample
         return triton_sampling.sample
@@ -588,7 +590,7 @@ class CudaForward:
 
     def _begin_compilation(self) -> None:
         torch._dynamo.config.recompile_limit = (
-            MAX_COMPILATIONS  # above torch's limit it would silently stop compiling
+            MAX_COMPILATIONS  # above torch's limit, torch would silently stop compiling
         )
         AttentionInterface.register(BROKEN_OUT, torch.compiler.disable(paged_hook))
         self._loaded.model.set_attn_implementation(BROKEN_OUT)

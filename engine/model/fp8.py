@@ -2,25 +2,25 @@
 
     y[m, n] = sum over k of x8[m, k] * w8[n, k] * x_scale[m] * w_scale[n]
 
-Both sides are float8 e4m3. Weights are quantised once, with a scale max |w| / 448 for each output
-row. Activations are quantised at every call, with a scale for each token, so a token's numbers do
-not depend on the tokens beside it. On a capable GPU torch multiplies them on the tensor cores
-(`_scaled_mm` with scales per row). Elsewhere they are multiplied as plain numbers: slow, and kept
-as the reference.
+Weights and activations are float8 e4m3. Weights are quantised once, with a scale max |w| / 448 for
+each output row. Activations are quantised at every call, with a scale for each token, so a token's
+numbers do not depend on other tokens. On a capable GPU torch multiplies them on the tensor cores
+(`_scaled_mm` with scales per row). On other devices they are multiplied in fp32: slow, and used as
+the reference.
 
-torch requires of the operands: the right one is column-major, as a row-major weight [n, k] is when
-transposed; n and k are multiples of 16; scales are fp32 [m, 1] and [1, n]; the result is bf16. Rows
-are filled up to a multiple of 16, because kernels have read scales beyond the last row
-(pytorch/pytorch#133334), and some are slow below 16 rows.
+Requirements of torch: the right operand is column-major, which is the layout of a transposed
+row-major weight [n, k]; n and k are multiples of 16; scales are fp32 [m, 1] and [1, n]; the result
+is bf16. The number of rows is padded to a multiple of 16, because kernels have read scales after
+the last row (pytorch/pytorch#133334), and some kernels are slow below 16 rows.
 
-**Experts** of a mixture (`native.experts` describes their modules) are quantised likewise, expert
-by expert. The pairs of a token and one of its experts are sorted by expert. Then one product of
-groups serves all experts, and the host learns nothing about them (`_scaled_grouped_mm`, Hopper and
-Blackwell). On other capable GPUs each expert is multiplied by itself, and the host waits for the
-numbers of their tokens.
+**Experts** of a mixture (`native.experts` describes their modules) are quantised in the same way,
+one expert at a time. The pairs of a token and one of its experts are sorted by expert. Then one
+grouped product computes all experts, and the host need not know their numbers of tokens
+(`_scaled_grouped_mm`, Hopper and Blackwell). On other capable GPUs there is one product for each
+expert, and the host waits for the experts' numbers of tokens.
 
-Layers of an unfit size, and those named in `skip`, stay as they are, as routers do. The last layer
-should be skipped, since nothing averages out the errors of its logits.
+Layers of an unsuitable size, layers named in `skip` and routers are not quantised. The last layer
+should be skipped, because nothing averages out the errors of its logits.
 """
 
 from collections.abc import Callable, Collection
@@ -35,8 +35,8 @@ from torch.nn.functional import pad
 from engine.model.native.experts import holds_experts, router_layers
 
 LARGEST = 448.0  # the largest e4m3 number
-MULTIPLE = 16  # sizes must be multiples of this
-LEAST_SCALE = 1e-12  # least scale of activations, for rows of zeros
+MULTIPLE = 16  # sizes of matrices must be multiples of this number
+LEAST_SCALE = 1e-12  # smallest scale of activations, used for rows of zeros
 FIRST_CAPABILITY = (8, 9)  # the first compute capability that supports fp8
 GROUPED_CAPABILITIES = (9, 10)  # major compute capabilities that support grouped products
 

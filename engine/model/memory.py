@@ -12,7 +12,7 @@ import torch
 
 ALIGNMENT = 64
 HUGE_PAGE = 2**21
-CHUNK = 16 * HUGE_PAGE  # bytes; pages that are never written take no memory
+CHUNK = 16 * HUGE_PAGE  # bytes; pages that were never written use no memory
 
 
 def aligned_bytes(num_bytes: int) -> torch.Tensor:
@@ -63,7 +63,7 @@ def brought(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def held(array: np.ndarray, *, pinned: bool) -> torch.Tensor:
-    """Returns a copy of an array in host memory."""
+    """Returns a copy of an array in host memory, which is pinned on request."""
     memory = torch.empty(array.shape, dtype=getattr(torch, array.dtype.name), pin_memory=pinned)
     memory.numpy()[...] = array
     return memory

@@ -32,7 +32,7 @@ from engine.worker.blocks import BlockId
 
 KNOWN = -1  # in `follows`: the host knows the token, which is in `token_ids`
 PAD_SLOT = -1  # in `slot_mapping`: the token's KV is not stored
-ALIGNMENT_BYTES = 64  # alignment of each array: kernels load 16 bytes at once, copies a cache line
+ALIGNMENT_BYTES = 64  # places of arrays: kernels load 16 bytes, copies use cache lines
 SMALL_SIZES = (1, 2, 4, 8)  # smallest row counts of captured steps; `padded_sizes` adds the others
 ROW_LENS = (1, 2, 4, 8)  # tokens per row of captured steps
 MAX_VERIFIED_TOKENS = 512  # most tokens of a captured step with several tokens per row

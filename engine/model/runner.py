@@ -67,7 +67,7 @@ from engine.worker.steps import ModelSizes
 
 WARM_UP_TOKENS = 32
 WARM_UP_DRAFTED = 2
-PACKED_BYTES = {WeightFormat.FP32: 4, WeightFormat.INT8: 1, WeightFormat.FP8: 1}  # each weight
+PACKED_BYTES = {WeightFormat.FP32: 4, WeightFormat.INT8: 1, WeightFormat.FP8: 1}  # bytes per weight
 
 # Takes a number of bytes; returns writable memory that starts on a cache line.
 Allocate = Callable[[int], memoryview]

@@ -52,7 +52,7 @@ _HOLDING = {
     "baton_ngrams_close": "-p",
     "baton_ngrams_look": "-pipppp",
 }
-# These functions release the interpreter's lock.
+# These functions release the interpreter's lock, because they take longer.
 _RELEASING = {
     "baton_copy_records": "ippqpq",
     "baton_gather_records": "ippqpqp",

@@ -120,7 +120,7 @@ class Doorkeeper:
         self.counters: Counter[str] = Counter()
 
     def open(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
-        """Starts the thread, which ends with the context."""
+        """Starts the thread. The thread ends when the context is closed."""
         own: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(context.underlying)
         # The thread owns the socket, so that `context.destroy` does not close it.
         socket = own.socket(zmq.REP)

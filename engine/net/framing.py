@@ -36,7 +36,7 @@ class FrameReader:
 
     def __init__(self) -> None:
         self._rest = bytearray()
-        self._wanted_bytes = HEAD_BYTES  # bytes of `_rest` that the next frame needs
+        self._wanted_bytes = HEAD_BYTES  # number of bytes that `_rest` needs for the next frame
         self.has_ended = False
 
     def feed(self, data: bytes) -> list[bytes]:

@@ -50,10 +50,10 @@ UNTRUSTED_S = 5  # a connection without a session is closed after this number of
 FAREWELL_S = 5.0  # longest time in which the last frames of a session are sent
 MAX_CONNECTIONS = 1024  # most connections to one server
 MAX_UNREAD_BYTES = 2**20  # an end with this size of unhandled frames stops reading
-OVERHEAD_BYTES = 64  # added to the size of each unread frame
+OVERHEAD_BYTES = 64  # bytes that each unread frame counts beside its size
 # Most frames of one loop iteration that are sent together. Making a request's frame takes 0.2 ms.
 MAX_BEHIND = 8
-COPY_BYTES = 16_384  # a frame up to this length is copied behind its head, and written in one piece
+COPY_BYTES = 16_384  # most bytes of a frame that is copied behind its head, for a single write
 LOG_EVERY_S = 10.0  # least time between two logged refusals; other refusals are only counted
 BACKLOG = 256
 
@@ -252,11 +252,11 @@ class Line(asyncio.Protocol):
             if not (self._has_sent or self._drained is not None):
                 self._transport.write(head_of(BEAT))
             self._has_sent = False
-            if not self._reads:  # while we do not read, the other end is not silent
+            if not self._reads:  # while this end reads nothing, the other end is not silent
                 self._silence.broken()
             if self._silence.check(self._loop.time()) > self._silence_s:
                 self.fail(PeerSilent(self._silence.seconds))
-        except Exception as error:  # a bug: silence would go unnoticed from now on
+        except Exception as error:  # a bug; from now on silence would not be noticed
             self.fail(error)
             raise
 
@@ -569,7 +569,7 @@ class _Dialling(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
-        """Reads the challenge, then the server's proof."""
+        """Reads the challenge first, then the server's proof."""
         assert self._transport is not None
         self._said += data
         try:

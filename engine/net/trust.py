@@ -58,7 +58,7 @@ class Secret:
         can compute it.
         """
         digest = blake2b(key=self.key(purpose), digest_size=size)
-        for text in texts:  # lengths are included, so that different lists of texts never coincide
+        for text in texts:  # lengths are hashed too, to separate the texts
             encoded = text.encode(errors="surrogatepass")
             digest.update(len(encoded).to_bytes(8, "big"))
             digest.update(encoded)

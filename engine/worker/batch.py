@@ -92,7 +92,7 @@ class RowResult(msgspec.Struct, frozen=True):
 
     token_ids: tuple[int, ...] = ()
     num_drafted: int = 0  # number of drafted tokens that were verified
-    logprobs: tuple[Logprobs, ...] = ()  # one for each token, if the sampling requests them
+    logprobs: tuple[Logprobs, ...] = ()  # log-probability of each token, if requested
     scored: tuple[Logprobs, ...] = ()  # log-probability of each token in the row's `scored`
     embedding: bytes = b""  # fp32 [hidden] of the last token, if the model computes embeddings
 

@@ -81,7 +81,7 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Blocks are no longer cached."""
+    """These blocks are no longer cached."""
 
     block_hashes: list[Hash]
     medium: MediumName | None

@@ -169,7 +169,9 @@ class BlockPool:
 
     @property
     def num_idle(self) -> int:
-        """Returns the number of blocks that `allocate` can hand out: free and cached ones."""
+        """Returns the number of blocks that `allocate` can use: free blocks, with the cached
+        ones.
+        """
         return len(self._evict_first) + len(self._kept) + len(self._likely_reused)
 
     def counts(self) -> BlockCounts:
@@ -346,7 +348,7 @@ class BlockPool:
 
     @property
     def num_steps(self) -> int:
-        """Returns the number of steps in flight."""
+        """Returns the number of launched steps that have not ended."""
         return len(self._freed_in_flight)
 
     def begin_step(self) -> None:

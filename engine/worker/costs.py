@@ -144,7 +144,7 @@ class Fit:
         return self._weights
 
     def predict(self, x: Sequence[float]) -> float:
-        """Predicts the observation for these features."""
+        """Returns the predicted observation for these features."""
         return sum([w * f for w, f in zip(self.weights, x, strict=True)])
 
     def observe(self, x: Sequence[float], y: float) -> None:
@@ -170,7 +170,7 @@ class Fit:
         return min(max(y, low), high)
 
     def _add(self, x: Sequence[float], y: float) -> None:
-        # Plain floats: for a few numbers NumPy takes several times as long.
+        # Python floats, because NumPy is several times slower for a few numbers.
         features = [value / y for value in x]
         targets, products = self._targets, self._products
         for i, feature in enumerate(features):

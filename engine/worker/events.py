@@ -51,7 +51,7 @@ OfGateway = (
 )
 
 
-class FromGateway(msgspec.Struct, frozen=True):  # a struct, as `Emit` is
+class FromGateway(msgspec.Struct, frozen=True):  # a struct, for the same reason as `Emit`
     """A gateway's message. `guide` is the guide of its grammar, or the error of opening it; None if
     the shell opened no guide.
     """
@@ -178,7 +178,7 @@ class Scheduled(msgspec.Struct):  # a struct, since one is created in each step
     num_tokens: int = 0  # tokens of these rows, with drafted tokens
     effects: list[Effect] = []
     held_until_s: float | None = None  # delay the step until this time or the next event
-    waits: bool = False  # plan nothing until the step in flight has ended
+    waits: bool = False  # plan no step until the step in flight has ended
 
 
 NOTHING = Scheduled()  # the result of a scheduler without work; its lists stay empty

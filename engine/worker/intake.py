@@ -41,7 +41,7 @@ def read_prompt(message: ComputePrompt | Decode | OfferPrefix, block_size: int) 
 
 
 class Intake:
-    """Turns messages into sequences."""
+    """Turns the messages of gateways into sequences."""
 
     def __init__(
         self,

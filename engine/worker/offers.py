@@ -115,7 +115,7 @@ def moved_lease_id(seq_id: SeqId) -> LeaseId:
 
 
 class PrefixOffers:
-    """The open offers of one worker."""
+    """The open offers of one worker, to other workers."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class PrefixOffers:
         return self._counters
 
     def cancel(self, seq_id: SeqId) -> list[Effect]:
-        """Revokes the offers for a sequence."""
+        """Revokes all offers for a sequence."""
         lease_ids = (prefix_lease_id(seq_id), moved_lease_id(seq_id))
         return [RevokeLease(lease_id) for lease_id in lease_ids if lease_id in self.leases.opened]
 

@@ -81,7 +81,7 @@ class StepPace:
             self._left_s -= cost.seconds(start + num_tokens, start) - cost.fixed_s
 
     def _room_s(self, cost: PrefillCost) -> float:
-        """Returns the seconds by which chunks may lengthen the planned step."""
+        """Returns the seconds by which prompt chunks may lengthen the planned step."""
         decode = self._costs.costs(_CLASS).decode
         if decode is None:
             return 0.0

@@ -22,7 +22,7 @@ import msgspec
 from engine.errors import ConfigError
 from engine.layout import MAX_RANKS, KVLayout, KVSection, LayerRange, Shard
 
-_SPLIT = re.compile(r"tp\d+ pp\d+ ep\d+$")  # `RankPlace.name`
+_SPLIT = re.compile(r"tp\d+ pp\d+ ep\d+$")  # the form of `RankPlace.name`
 
 
 class RankPlace(msgspec.Struct, frozen=True):

@@ -1,13 +1,13 @@
-"""Decides how strings and keys of one schema are spelled, so that no key has two spellings. Pure.
+"""Decides how strings and keys of a schema may be spelled, so that no key has two spellings. Pure.
 
 JSON can write any character of a key as `\\uXXXX`. The compiler compares keys in their written
-form. If an object has named and further keys, an escaped spelling of a named key would pass as a
-further key.
+form. If an object has named keys and further keys, an escaped spelling of a named key would be
+accepted as a further key.
 
-A control character has no other spelling than an escape. So escapes are allowed where they do no
-harm: a pattern describes an object's further keys, in which only control characters are escaped. If
-subschemas of one object are combined, or patterns name keys, no such pattern can be made. Then
-nothing is escaped, and a value with a control character is refused.
+A control character can only be written as an escape. So escapes are allowed where they are
+harmless: a pattern describes an object's further keys, in which only control characters may be
+escaped. If subschemas of one object are combined, or patterns name keys, no such pattern is
+possible. Then no escapes are allowed, and a value with a control character is refused.
 """
 
 import re

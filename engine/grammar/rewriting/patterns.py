@@ -36,7 +36,7 @@ def translated(pattern: str) -> str:
 
 
 def regex_fault(pattern: str) -> str | None:
-    """Returns why an expression would mean something else in Rust's syntax, or None.
+    """Returns the reason why an expression has another meaning in Rust's syntax, or None.
 
     In a character class, Rust nests classes and knows the operators `&&`, `--` and `~~`.
     """
@@ -70,7 +70,7 @@ class _Pattern:
         return "".join(parts)
 
     def _next(self) -> str:
-        """Translates the next part outside a character class."""
+        """Translates the next part of the pattern, outside a character class."""
         char = self._text[self._at]
         if char == "[":
             return self._class()

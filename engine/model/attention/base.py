@@ -69,7 +69,9 @@ Attend = Callable[
 
 
 def build_batch(rows: Sequence[Row], cache: KVCache) -> AttentionBatch:
-    """Builds the metadata of `rows`, which belong to different sequences, on the cache's device."""
+    """Builds the metadata of `rows`, on the cache's device. Each row belongs to another
+    sequence.
+    """
     query_lens = [len(row.token_ids) for row in rows]
     ends = [row.end for row in rows]
     cu_seqlens_q = np.concatenate(([0], np.cumsum(query_lens)))
@@ -101,7 +103,7 @@ def reference_attention(
         for head in range(query.shape[1]):
             key, value = _context(cache, layer, blocks, head // group, context_len)
             for token in range(starts[row], starts[row + 1]):
-                end = context_len - (starts[row + 1] - token) + 1  # the query's position, plus one
+                end = context_len - (starts[row + 1] - token) + 1  # position of the query, plus one
                 start = max(0, end - scoring.window) if scoring.window else 0
                 scores = key[start:end] @ query[token, head].float() * scoring.scaling
                 if scoring.softcap is not None:

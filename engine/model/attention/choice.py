@@ -55,7 +55,7 @@ def choose_fastest(candidates: Mapping[str, Callable[[], float]]) -> AttentionCh
     for name, measure in candidates.items():
         try:
             seconds[name] = measure()
-        except Exception as error:  # a library may raise anything
+        except Exception as error:  # a library may raise any exception
             errors[name] = error
     if not seconds:
         raise next(iter(errors.values()))

@@ -2,34 +2,35 @@
 
     attend      an `Attend`: stores K and V, then attends, for any KV format
 
-Rows are sorted by the number of tile rows that their queries need (queries × the query heads of a
-KV head). There is one launch each for up to 16 (decode), up to 64 (verification, ends of prompts)
-and more (prefill chunks). The first two always split contexts, the last one if it has too few units
-to fill the GPU. `kernels.py` defines units, items and splits.
+Rows are divided by the number of tile rows that their queries need (queries × the query heads of a
+KV head). There is one launch for rows of up to 16 (decode), one for rows of up to 64 (verification,
+ends of prompts) and one for longer rows (prefill chunks). The first two launches always split
+contexts. The last one splits contexts if it has too few units to fill the GPU. `kernels.py` defines
+units, items and splits.
 
-**CUDA graphs.** A launch depends on the host's view of the batch only through `extents`: the query
-lengths and, for prefill, the length of the context. Context lengths, block tables and slots are
-read on the device. So a captured step serves any contexts. For that, all its `extents` have the
-same number of queries, and its `block_tables` are as wide as the longest context needs. Tokens that
-only fill the step up have slot `packing.PAD_SLOT`, and their rows may have `context_len` 0. Nothing
-is stored for them. Before the start of its row a query sees nothing, so its result is zero.
+**CUDA graphs.** A launch depends on the host's data only through `extents`: the query lengths and,
+for prefill, the length of the context. Context lengths, block tables and slots are read on the
+device. So a captured step can be replayed with any contexts. For this, all `extents` of the step
+have the same number of queries, and its `block_tables` are as wide as the longest context needs.
+Padding tokens have slot `packing.PAD_SLOT`, so their K and V are not stored. Rows of padding may
+have `context_len` 0. A query before the start of its row attends to nothing, so its result is zero.
 
-**Prefill elsewhere.** Long rows may be attended in another way (`prefill`), which is chosen by
-measuring when a model is opened. The record must be bf16, and so must K and V. For rows with
-nothing before them, the record then holds exactly the bits that were just projected. Reading the
-projections is reading the record. In every other format it would see more bits than later tokens
-will, and the answer would depend on where chunks end.
+**Prefill by other libraries.** Long rows may be attended in another way (`prefill`), which is
+chosen by measuring when a model is opened. The record must be bf16, and so must K and V. Then, for
+rows without cached tokens, the record has exactly the bits of the projections. So it makes no
+difference which of the two the library reads. In every other format, the projections have more bits
+than the record that later tokens read, and the answer would depend on where chunks end.
 
-**Rope** is not fused with storing K and V. transformers rotates queries and keys inside each
-model's own attention class, in several kinds, and the hook gets only the rotated ones. Handing the
-classes a rotation by nothing would leave its multiplications in place, so their code would have to
-be patched. torch.compile already fuses the rotation with its neighbours between projections and
-hook, such as norms of heads. What remains to be saved is one write and one read of K.
+**Rotary embeddings** are not fused with storing K and V. transformers rotates queries and keys
+inside each model's own attention class, in several ways, and the hook gets only the rotated ones. A
+rotation by zero in the classes would still cost its multiplications, so their code would have to be
+patched. torch.compile already fuses the rotation with its neighbours between projections and hook,
+such as norms of heads. Further fusion would only save one write and one read of K.
 
-Splits depend on how full the batch is, and with them the order of sums. So results of a row in two
-batches differ by rounding. triton is needed when this is called, not when it is imported. It runs
-on CPU tensors if triton interprets (TRITON_INTERPRET=1), but not on tensors of a device that is not
-the current one.
+Splits, and with them the order of sums, depend on the number of rows in the batch. So results of a
+row in two batches differ by rounding. triton is needed when this is called, not when it is
+imported. It runs on CPU tensors if triton interprets (TRITON_INTERPRET=1), but not on tensors of a
+device that is not the current one.
 """
 
 import importlib.util
@@ -46,7 +47,7 @@ from engine.model.attention.kvcache import KVCache
 from engine.model.attention.prefill import LONG_ROW, SDPA, Way
 
 ROWS_OF_LAUNCHES = (16, 64, 128)  # rows of query tiles; `tl.dot` needs at least 16 rows
-ROWS_OF_WIDE_LAUNCHES = (16, 64)  # used if a tile of 128 would need too many registers
+ROWS_OF_WIDE_LAUNCHES = (16, 64)  # for heads whose tiles of 128 rows need too many registers
 # Target number when contexts are split: more programs balance the load, fewer need less merging.
 PROGRAMS_PER_SM = 4
 NO_LEN = 2**31 - 1  # a number of queries that no row reaches

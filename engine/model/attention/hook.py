@@ -36,12 +36,12 @@ UNKNOWN_CONTEXT_LEN = 4096
 
 # (batch, head, query, key) indices → True if the query attends to the key
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-KNOWN = frozenset({"position_ids"})  # tensor arguments that PAGED may ignore
+KNOWN = frozenset({"position_ids"})  # tensor arguments of a layer that PAGED may ignore
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """The arguments of one layer's attention. K and V shapes are (num_kv_heads, head_dim)."""
+    """The arguments of one layer's attention. Shapes of K and V are (num_kv_heads, head_dim)."""
 
     layer: int
     source: int  # the layer that computed K and V: this layer, or an earlier layer that shares them
@@ -50,7 +50,7 @@ class AttentionCall:
     window: int | None
     mask_window: int | None  # the mask's window; equal to `window` if the layer has no mask
     has_own_mask: bool  # True if the model builds its own mask
-    terms: frozenset[str]  # names of further tensor arguments, which PAGED would not use
+    terms: frozenset[str]  # names of further tensor arguments, which PAGED ignores
 
 
 @dataclass(slots=True)

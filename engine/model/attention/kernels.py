@@ -1,35 +1,36 @@
 """Triton kernels over the KV record: storing K and V, and attention of ragged rows.
 
-`cuda.py` launches them and explains their purpose; this module explains how they work. Importing it
-needs triton.
+`cuda.py` launches the kernels and explains their purpose; this module explains how they work. Its
+import needs triton.
 
     store_kernel      quantises new K and V and scatters them into the record
     attention_kernel  queries of one row against a split of its context, for one KV head
     merge_kernel      combines the splits of a context
 
-**Units, items.** The queries of a row are cut into units of `UNIT_LEN` tokens. A unit's query heads
-that share a KV head stand below one another: row m of the tile is query m // GROUP of the unit and
-head m % GROUP of the group. So K and V are read once for all of them. If units are too few to fill
-the GPU, contexts are cut into splits. An item is one split of one unit: its numbers run over rows,
-then units, then splits. A program finds its item from the lengths of all rows, by prefix sums over
-ROWS_AT_ONCE of them at a time. So the grid of a captured CUDA graph stays the same while the
-lengths change, and the compiled code serves any number of rows. `_share` defines how; there are
-never more items than the host expects.
+**Units, items.** The queries of a row are cut into units of `UNIT_LEN` tokens. The query heads that
+share a KV head are rows of the same tile: row m of the tile is query m // GROUP of the unit and
+head m % GROUP of the group. So K and V are read once for all these heads. If there are too few
+units to fill the GPU, contexts are cut into splits. An item is one split of one unit. Items are
+numbered over rows, then units, then splits. A program finds its item from the lengths of all rows,
+by prefix sums over ROWS_AT_ONCE rows at a time. So the grid of a captured CUDA graph stays the same
+while the lengths change, and the compiled code supports any number of rows. `_share` defines the
+number of splits; there are never more items than the host expects.
 
-A query may stand before its row's first token. Such queries fill captured rows up: they see
-nothing, and their result is zero.
+The position of a query may be before its row's first token. Such queries pad captured rows: they
+attend to nothing, and their result is zero.
 
-**Scales** never touch elements: scales of K multiply a column of scores, scales of V a column of
-probabilities, so an element is only converted, in registers. An int4 element is low + q * step, so
+**Scales** are not applied to elements. A scale of K is multiplied with a column of scores, a scale
+of V with a column of probabilities, so elements are only converted, in registers. An int4 element
+is low + q * step, so
 
     score = step * sum(query * q) + low * sum(query)       and likewise for V.
 
-Its byte i holds elements i and i + head_dim / 2. Unpacking puts them side by side. So in int4 tiles
-column c stands for element c // 2 + c % 2 * head_dim / 2. Queries are loaded and results stored in
-that order; nothing else depends on it.
+Byte i of int4 contains elements i and i + head_dim / 2. Unpacking makes them neighbours. So in int4
+tiles column c is element c // 2 + c % 2 * head_dim / 2. Queries are loaded and results stored in
+this order; nothing else depends on it.
 
-Scores are in units of log 2, because exp2 is the hardware's own. A tile's running maximum may be
--inf before anything was seen; `_finite` keeps exp2 from (-inf) - (-inf).
+Scores are in units of log 2, because the hardware computes exp2. A tile's running maximum may be
+-inf before any token was visible; `_finite` prevents exp2 from computing (-inf) - (-inf).
 
 Source: split contexts, Flash-Decoding, Dao et al., 2023; online softmax, FlashAttention-2, 2023.
 """
@@ -47,8 +48,9 @@ ROUNDER: tl.constexpr = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it round
 ROWS_AT_ONCE: tl.constexpr = tl.constexpr(128)
 SUBNORMAL_ROUNDER: tl.constexpr = tl.constexpr(24576.0)  # 1.5 * 2**14: rounds to multiples of 2**-9
 
-# Two words become four (eight) pairs of fp16: byte (nibble) i of both stand side by side. Of an
-# integer n < 1024, 0x6400 | n is the fp16 number 1024 + n. Only triton's interpreter goes without.
+# Two words become four (eight) pairs of fp16: byte (nibble) i of both words become neighbours.
+# For an integer n < 1024, 0x6400 | n is the fp16 number 1024 + n. triton's interpreter does not run
+# this assembly.
 FP8_BYTES: tl.constexpr = tl.constexpr("""
 {
     .reg .b32 pair;

@@ -54,7 +54,7 @@ class Way(Protocol):
         ...
 
     def close(self) -> None:
-        """Undoes the effects of `open` on the rest of the process."""
+        """Undoes the effects of `open` on this process."""
         ...
 
     def takes(self, head_dim: int, scoring: Scoring) -> bool:
@@ -73,7 +73,7 @@ class Way(Protocol):
         rows: Sequence[int],
         scoring: Scoring,
     ) -> None:
-        """Writes the results of these rows of the batch to `out`."""
+        """Writes the attention results of these rows of the batch to `out`."""
         ...
 
 
@@ -105,7 +105,7 @@ class SdpaWay:
         """Does nothing, because `open` has no effects."""
 
     def takes(self, head_dim: int, scoring: Scoring) -> bool:
-        """True if torch's flash attention supports this case."""
+        """True if torch's flash attention supports heads of this size and this scoring."""
         is_plain = scoring.softcap is None and scoring.window is None
         return is_plain and head_dim in FLASH_HEAD_DIMS
 
@@ -163,7 +163,7 @@ class VarlenWay:
             activate_flash_attention_impl("FA3")
 
     def close(self) -> None:
-        """Makes torch use FlashAttention 2 again."""
+        """Makes torch use FlashAttention 2 in this process again."""
         if self.takes_cached:
             from torch.nn.attention import (
                 current_flash_attention_impl,
@@ -189,7 +189,7 @@ class VarlenWay:
         rows: Sequence[int],
         scoring: Scoring,
     ) -> None:
-        """Attends all rows in one call."""
+        """Attends all rows in one call of torch."""
         from torch.nn.attention.varlen import varlen_attn
 
         ragged = _ragged(batch, rows)
@@ -231,7 +231,7 @@ class FlashInferWay:
         self._planned: dict[Scoring, torch.cuda.Event] = {}
 
     def is_available(self, device: torch.device) -> bool:
-        """True if the package is installed."""
+        """True if the package flashinfer is installed."""
         return importlib.util.find_spec("flashinfer") is not None
 
     def open(self, device: torch.device) -> None:
@@ -260,7 +260,7 @@ class FlashInferWay:
         rows: Sequence[int],
         scoring: Scoring,
     ) -> None:
-        """Attends all rows in one call."""
+        """Attends all rows in one call of FlashInfer."""
         which = (self.name, scoring, query.shape[1:])
         if which not in batch.plans:
             batch.plans[which] = self._plan(query, cache, batch, rows, scoring)

@@ -316,7 +316,7 @@ def _layout(section: KVSection, kv_format: KVFormat, block_size: int) -> KVLayou
 def _load_config(path: Path) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # a config class may raise anything
+    except Exception as error:  # a config class may raise any exception
         if "trust_remote_code" in str(error):
             raise CheckpointError(
                 f"{path / 'config.json'}: the model is code of its own (auto_map), which never runs"

@@ -245,7 +245,7 @@ class Watched:
     """The modules that ran in a pass, and the modules whose weights other modules read."""
 
     ran: set[nn.Module] = field(default_factory=set)
-    read: set[nn.Module] = field(default_factory=set)  # weights read while the module did not run
+    read: set[nn.Module] = field(default_factory=set)  # modules whose weights others read
 
 
 @contextmanager

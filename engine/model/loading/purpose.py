@@ -38,7 +38,7 @@ MAKES_NO_TOKEN = re.compile(
     r"\.attn\.(masked_)?bias$|\.attention\.(masked_)?bias$"  # causal masks of old checkpoints
     r"|(^|\.)mtp\."  # weights that predict the tokens after the next one
     r"|(^|\.)(vision|visual|audio|image)"  # parts of models that also accept images or sound
-    r"|\.[kqv]v?_scale$"  # scales for a quantised cache
+    r"|\.[kqv]v?_scale$"  # scales of a quantised KV cache
 )
 MAX_NAMES_SAID = 3
 

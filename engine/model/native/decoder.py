@@ -37,7 +37,7 @@ class PackedRows(NamedTuple):
 
 
 class PreparedCall(NamedTuple):
-    """The inputs of one forward pass."""
+    """The prepared inputs of one forward pass."""
 
     packed: PackedRows
     keep: "array[int]"  # int64: indices of tokens whose logits are computed
@@ -95,7 +95,7 @@ class Decoder:
         return PreparedCall(packed, array("q", keep))
 
     def launch(self, prepared: PreparedCall) -> torch.Tensor:
-        """Computes logits [num_keep, vocab] fp32."""
+        """Computes logits [num_keep, vocab] fp32 from prepared inputs."""
         num_keep = len(prepared.keep)
         logits = torch.empty(num_keep, self.vocab_size)
         wanted = native.NativeWanted(prepared.keep.buffer_info()[0], logits.data_ptr(), num_keep)

@@ -32,7 +32,7 @@ from engine.model.native.matrix import PackedMatrix, Team
 
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 GLU_WEIGHTS = ("w1", "v1", "w2")
-Run = tuple[int, int, int]  # (expert, its first row, the end of its rows)
+Run = tuple[int, int, int]  # (number of the expert, its first row, the row after its last)
 
 
 class PackedExperts(nn.Module):
@@ -121,7 +121,7 @@ class PackedGlu(PackedExperts):
 
 
 class PackedRuns(nn.Module):
-    """Replaces a module that multiplies each run of rows by the matrix of one expert."""
+    """Replaces a module that multiplies consecutive rows of one expert by this expert's matrix."""
 
     def __init__(self, experts: nn.Module, team: Team, form: WeightFormat) -> None:
         super().__init__()

@@ -61,7 +61,7 @@ def pack_linears(
     weights, another `forward`) are left unchanged.
     """
     num_bytes = 0
-    for name, wanted in reversed(_packable(model, form).items()):  # a module's children first
+    for name, wanted in reversed(_packable(model, form).items()):  # children before their parents
         if name in read_outside:
             continue
         packed = _packed(model.get_submodule(name), team, wanted)

@@ -1,7 +1,8 @@
 """Cuts a model into the slices of tensor parallelism, and its experts into shares.
 
-transformers knows for each of its models how layers are split (`base_model_tp_plan`). The plan
-names a style for modules and bare parameters. What a rank keeps, and what it computes with it:
+For each of its models, transformers has a plan for splitting the layers (`base_model_tp_plan`). The
+plan names a style for modules and bare parameters. The style determines what a rank keeps and
+computes:
 
     colwise                 rows of the weight: some outputs. Q, K and V: whole heads
     colwise_gather_output   the same; the outputs of all ranks are joined
@@ -13,10 +14,11 @@ names a style for modules and bare parameters. What a rank keeps, and what it co
     ep_dispatch_experts     the same; tokens of experts elsewhere are left out
     replicated…             everything
 
-Embeddings stay whole: their rows are read, not multiplied, and a lookup in slices would cost every
-step a sum over the ranks. A model without a plan, or with a style that is not here, is refused.
+Embeddings are not split: their rows are read, not multiplied, and a split lookup would need a sum
+over the ranks in every step. A model without a plan, or with a style that is not in this list, is
+refused.
 
-Weights of a file are mapped, not read, until they are used. So a rank reads its slices only.
+Weights of a file are mapped, and read only when they are used. So a rank reads only its slices.
 
 Sources: Shoeybi et al., "Megatron-LM", 2019; transformers, `distributed/tensor_parallel.py`.
 """
@@ -167,7 +169,7 @@ def _styles(model: nn.Module, plan: dict[str, str]) -> Iterator[tuple[str, str]]
         name for name, _ in model.named_parameters() if not name.endswith((".weight", ".bias"))
     ]
     modules = [name for name, _ in model.named_modules()]
-    for name in (*names, *reversed(modules)):  # a module's children come first
+    for name in (*names, *reversed(modules)):  # children before their parents
         style = next((style for pattern, style in patterns if pattern.fullmatch(name)), None)
         if style is not None:
             yield name, style

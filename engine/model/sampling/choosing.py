@@ -6,9 +6,9 @@ This draws from softmax(mask(logits / T)). The noise `g` comes from a counter-ba
 needs no state. The same logits, `TokenChoice` and position give the same token on any worker, in
 any batch, after any failure.
 
-Before that, `changes` are made to the logits if a choice asks for them: penalties, biases, and
-masks of banned ids and of a grammar. If they leave no id, or all logits are minus infinity, the
-token is 0. A caller that bans all ids has to check for that.
+If a choice requires it, `changes` first changes the logits: penalties, biases, and masks of banned
+ids and of a grammar. If no id is left, or all logits are minus infinity, the token is 0. A caller
+that bans all ids must check for this case.
 
 **Bounds** of the distribution at temperature T, in this order:
 
@@ -17,16 +17,16 @@ token is 0. A caller that bans all ids has to check for that.
              at least top_p stays
     min_p    ids less than min_p times as probable as the best are masked
 
-Each is a lower bound for the logit, so equal logits share one fate: if a bound falls on a tie, all
-the tied ids stay. (In the sums of `top_p` exactly k ids count after `top_k`, ties or not.) The best
-id is never below a bound. Of equal scores the lowest id wins.
+Each bound is a lower bound for the logit. So if several ids with equal logits are at the bound, all
+of them stay. (But for the sums of `top_p`, exactly k ids are counted after `top_k`, even with equal
+logits.) The best id is never below a bound. Of equal scores the lowest id wins.
 
 **Noise.** Word `token_id % 4` of Philox4x32-10 with counter (token_id // 4, position, 0, 0) and key
 (low, high 32 bits of the seed) is a number w. u = (w + 1/2) / 2^32 is uniform in (0, 1), and g =
 -log(-log(u)) in fp64.
 
-`reference_sample` does the same in plain Python, as a check; `native.sampling` does it in C++, for
-CPUs.
+`reference_sample` does the same in plain Python, for comparison; `native.sampling` does it in C++,
+for CPUs.
 
 Sources: Philox, Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011; Gumbel-max,
 Maddison et al., "A* sampling", NeurIPS 2014.

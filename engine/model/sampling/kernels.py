@@ -1,35 +1,37 @@
 """The Triton kernel that chooses tokens, exactly as `choosing` defines them.
 
-Importing it needs triton. `cuda.py` launches it. One program does a row, however large the
-vocabulary: it reads the row's logits a few times, from the cache of the GPU.
+The import of this module needs triton. `cuda.py` launches the kernel. One program computes one row,
+for a vocabulary of any size: it reads the row's logits a few times, from the GPU's cache.
 
-1. The best logit and its first id. A greedy row is then done.
-2. Bounds (top_k, top_p, min_p), each as a lower bound for the score (logit - best) / temperature,
-   and from it the lowest logit that survives.
-3. The race. With e = -log(u), the argmax of score + g is the argmin of e * exp(-score). All tokens
-   run in fp32. Tokens that may have won are compared in fp64, as the definition says.
+1. The best logit and its first id. A greedy row is then complete.
+2. Bounds (top_k, top_p, min_p). Each is a lower bound for the score (logit - best) / temperature,
+   and determines the lowest logit that survives.
+3. The race. With e = -log(u), the argmax of score + g is the argmin of e * exp(-score), the
+   token's finishing time. It is computed for all tokens in fp32. Tokens that may have won are
+   compared in fp64, as in the definition.
 
-**The race** may err by less than 1e-4 of a finishing time, while LATEST and MARGIN leave ten times
-that:
+**The race** may err by less than 1e-4 of a finishing time, while LATEST and MARGIN allow for ten
+times this error:
 
     the score in fp32   three roundings and the factor log2(e): 2**-22 of 27 at most         6.5e-6
     its exponential     2**-22 by the hardware                                               0.3e-6
     e                   a logarithm with an error of 2**-21, which is at least 0.064 below
                         u = 15/16; above, a series in 1 - u to its fifth power               7.5e-6
 
-u lies in [2**-33, 1 - 2**-33], so e lies in [2**-33, 22.88]. The best token has score 0 and so
+u is in [2**-33, 1 - 2**-33], so e is in [2**-33, 22.88]. The best token has score 0, and so
 finishes by 22.88. A token with a score below -27 finishes after 60 and cannot win. Temperatures
-beyond 2**60 or below 2**-60 do not fit fp32, so with them all tokens are compared in fp64.
+above 2**60 or below 2**-60 do not fit fp32, so for them all tokens are compared in fp64.
 
 **Bounds** by top_k and top_p are found by bisection between the lowest and the best logit. Each
-pass over the row also yields the nearest logits on both sides of the middle. So the search ends at
-a logit that is there, after as many passes as it takes to tell its neighbours apart.
+pass over the row also finds the nearest logits on both sides of the middle. So the search ends at a
+logit of the row, after as many passes as are needed to separate it from its neighbours.
 
-For top_k the passes count. For top_p they add masses exp(score) in fp32, which decides all middles
-but those whose mass is within DOUBT of the wanted one. These are decided by a sum in fp64, as are
-all sums that a result depends on. So the boundary is the definition's: the highest logit from which
-on masses sum to at least top_p of all. Only a bound that equals a cumulated mass to 13 digits is in
-doubt, since sums run in another order. `src/kernels/sampling.h` defines it likewise.
+For top_k a pass counts logits. For top_p a pass adds masses exp(score) in fp32. This is exact
+enough unless the mass is within DOUBT of the wanted mass. In this case a sum in fp64 decides, as
+for all sums that a result depends on. So the bound equals the definition's: the highest logit from
+which on masses sum to at least top_p of all. A result may differ from the definition only if a
+bound equals a cumulated mass to 13 digits, because sums have another order.
+`src/kernels/sampling.h` has the same rule.
 """
 # ruff: noqa: FBT003, PLR0913 - constants go by position
 
@@ -40,7 +42,7 @@ NUM_PARAMETERS: tl.constexpr = tl.constexpr(6)  # number of parameter words of a
 HOPELESS: tl.constexpr = tl.constexpr(-27.0)  # a token with a lower score cannot win
 LATEST: tl.constexpr = tl.constexpr(23.0)  # a time at which the best token has finished
 MARGIN: tl.constexpr = tl.constexpr(1.001)
-DOUBT: tl.constexpr = tl.constexpr(1e-4)  # relative to a mass: ten times the mass's error in fp32
+DOUBT: tl.constexpr = tl.constexpr(1e-4)  # relative to a mass: ten times its error in fp32
 GREATEST: tl.constexpr = tl.constexpr(3.4028234663852886e38)
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 NOT_A_NUMBER: tl.constexpr = tl.constexpr(0x7FFFFFFF)  # NaN orders above all numbers, as in argmax
@@ -273,7 +275,9 @@ def _race(
 
 @triton.jit
 def _words(first_counter, position, seed, TILE: tl.constexpr):
-    """Returns words of Philox4x32-10, [TILE] uint32, for the tokens from `4 * first_counter` on."""
+    """Returns the words of Philox4x32-10, [TILE] uint32, for the tokens from `4 * first_counter`
+    on.
+    """
     counter = first_counter + tl.arange(0, TILE // 4)
     zero = tl.zeros_like(counter)
     a, b, c, d = tl.philox(seed, counter, zero + position.to(tl.int32), zero, zero)

@@ -48,7 +48,7 @@ def lines(num_bytes):
 
 
 class Text:
-    """Computes offsets in a record from the documentation of `engine.layout` alone."""
+    """Computes offsets in a record, by the text of `engine.layout` alone."""
 
     def __init__(self, layout):
         self.layout = layout
@@ -182,7 +182,7 @@ def error_bound(x, scales, kv_format):
         return torch.zeros_like(x)
     if kv_format is KVFormat.BF16:
         return x.abs() * 2**-8 + tiniest
-    if kv_format is KVFormat.FP8_E4M3:  # 3 bits behind the point; subnormal below scale * 2**-6
+    if kv_format is KVFormat.FP8_E4M3:  # 3 fraction bits; subnormal below scale * 2**-6
         return torch.maximum(x.abs() * 2**-4, scales[..., None] * 2**-10) * (1 + 1e-5) + tiniest
     if kv_format is KVFormat.INT8:
         return scales[..., None] / 2 * (1 + 1e-5) + tiniest

@@ -101,7 +101,7 @@ def test_batch_is_timed_until_its_first_answer_is_complete(worker, mode):
 
 
 def acceptance(bench, *, num_to_draft=3, num_steps=12):
-    """The mean acceptance of drafts of one length, whatever they cost."""
+    """Returns the mean acceptance of drafts of one length. Their cost does not matter here."""
     runner, drafts = bench._paired, []
     table = [BlockId(block) for block in range(runner.num_blocks)]
     for prompt in PROMPTS[:3]:

@@ -686,7 +686,7 @@ def test_the_fingerprint_changes_with_every_part_of_the_checkpoint(llama):
     weights["model.norm.weight"] = weights["model.norm.weight"].reshape(2, -1)  # shape alone
     save_file(weights, llama / WEIGHTS)
     marks.append(mark(llama))
-    weights["model.norm.weight"] = weights["model.norm.weight"] + 1  # values alone
+    weights["model.norm.weight"] = weights["model.norm.weight"] + 1  # only values change
     save_file(weights, llama / WEIGHTS)
     marks.append(mark(llama))
     assert len(set(marks)) == len(marks)

@@ -37,7 +37,7 @@ def team(request):
 
 
 def check(team, logits, samplings, *, positions=None, banned=None):
-    """Asserts that both choose the same token for every row; returns the tokens."""
+    """Asserts that both samplers choose the same token for every row. Returns the tokens."""
     positions = range(len(samplings)) if positions is None else positions
     banned = [()] * len(samplings) if banned is None else banned
     return check_choices(team, logits, choices_of(samplings, positions, banned))

@@ -55,7 +55,7 @@ def _sampling(text, end):
 
 @cache
 def answers_of_one(path):
-    """The answers of transformers itself."""
+    """Returns the answers of transformers itself."""
     return [generate(path, prompt, NUM_TOKENS) for prompt in PROMPTS]
 
 

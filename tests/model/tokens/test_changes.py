@@ -59,7 +59,7 @@ def mask_of(allowed, num_words):
 
 def test_each_penalty_changes_its_own_tokens_only():
     logits = [4.0, -4.0, 0.0, 4.0, -4.0, 4.0]
-    context = {"history": [0, 1, 2, 3], "drafted": [4, 3, 3], "prompt_len": 3}  # 5 is nowhere
+    context = {"history": [0, 1, 2, 3], "drafted": [4, 3, 3], "prompt_len": 3}  # 5 does not occur
     for sampling, expected in (
         (Sampling(repetition_penalty=2.0), [2.0, -8.0, 0.0, 2.0, -8.0, 4.0]),
         (Sampling(repetition_penalty=0.5), [8.0, -2.0, 0.0, 8.0, -2.0, 4.0]),
