@@ -5,17 +5,18 @@
     stop             SIGSTOP of a worker for a while, then SIGCONT
     slow             a worker that runs for a fifth of the time, for a while
     flip             a worker of one pool changes to the other, and back after a while
-    drain            a worker is given no work for a while, and what it has is moved away
+    drain            for a while a worker gets no work, and its sequences are moved away
     partition        the network of a worker: for a while every packet to or from it vanishes
     gateway          SIGKILL of a gateway process
     stop-gateway     SIGSTOP of a gateway process for a while
-    stop-controller  SIGSTOP of the process that keeps the pools, for a while
-    disk-full        SIGKILL of a worker, and no file may be written where it is started again
+    stop-controller  SIGSTOP of the controller for a while
+    disk-full        SIGKILL of a worker; its replacement cannot write any file
     gcs              SIGKILL of the GCS of the deployment's own Ray
-    raylet           SIGKILL of its raylet: the gateways finish their answers, and Ray is replaced
+    raylet           SIGKILL of Ray's raylet: gateways finish their answers, and Ray is replaced
     store            SIGKILL of the store's process and of its keeper, in turn
     everything       SIGKILL of `baton serve` and all gateways at once. The command starts again,
-                     as under a service manager, and must go on as ordered, not as declared
+                     as under a service manager. It must use the ordered pools, not the
+                     declared ones
 
 If kills are requested, there is a kill every `every_s`. Between two kills there is one fault of
 another kind, so that it meets a deployment that still recovers. The other kinds are used in turn.

@@ -3,7 +3,7 @@
 | result                       | unit |                                                           |
 |------------------------------|------|-----------------------------------------------------------|
 | lost, changed                | req  | see `bench.chaos.checker`                                 |
-| leaked_blocks, leaked_leases |      | held by idle workers and stores after the load            |
+| leaked_blocks, leaked_leases |      | that idle workers and stores still hold after the load    |
 | leaked_processes             |      | alive after the deployment was ended                      |
 | unsettled                    |      | 1: the pools did not return to their sizes before         |
 | missing                      |      | planned kinds of faults that hit no service               |
@@ -16,7 +16,7 @@
 | injected/KIND                |      | faults                                                    |
 | skipped                      |      | faults without a possible victim                          |
 | unfinished                   |      | faults that failed, such as orders not carried out        |
-| affected/KIND                | req  | silent during a fault, or placed or sent again            |
+| affected/KIND                | req  | silent during a fault, or placed or sent a second time    |
 | store_blocks                 |      | blocks in the store's memory at the end                   |
 | store_offers                 |      | prefixes that the store leased since its process started  |
 | outage_mean_s, outage_max_s  | s    | time without a worker, as the controller saw it           |
@@ -67,7 +67,7 @@ class LeftBehind:
 
     blocks: int
     leases: int
-    is_whole: bool = True  # True if all workers are back and idle
+    is_whole: bool = True  # all workers run and are idle
     store: StoreLeft = field(default_factory=StoreLeft)
     processes: tuple[str, ...] = ()
     detail: str = ""

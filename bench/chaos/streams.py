@@ -182,7 +182,7 @@ class ReceivedStream:
     num_after_done: int = 0  # number of events after the end mark
     num_attempts: int = 1  # number of times that the router placed the request
     failure: str | None = None
-    is_broken: bool = False  # the connection ended before the answer did
+    is_broken: bool = False  # the connection closed before the end of the answer
 
 
 class StreamReader:

@@ -91,7 +91,8 @@ class Failure:
     """A request without a complete answer.
 
     Kinds: `http_<status>`, `timeout`, `connection`, `truncated` (the stream ended early),
-    `stream_error` (an error, or no valid chunk, inside it), `empty` (complete, without content).
+    `stream_error` (the stream contains an error or an invalid chunk), `empty` (complete, without
+    content).
     """
 
     kind: str

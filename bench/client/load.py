@@ -12,10 +12,10 @@ omission"). Goodput counts from the due time.
 `client/*` is the client's own processor time: as a share of the machine, per request, and per
 content chunk.
 
-Goodput, three definitions, side by side because published figures use all three:
+Goodput is computed by three definitions, because published figures use all three:
 
 - `goodput/attainment`: share of requests with TTFT and TPOT inside their bounds. DistServe, Zhong
-  et al., OSDI 2024, looks for the highest rate at which it is 90 %.
+  et al., OSDI 2024, searches for the highest rate at which this share is 90 %.
 - `goodput/effective_capacity`: share of requests with TTFT inside its bound and TBT, the mean of
   the longest 10 % of gaps, inside the bound on TPOT. Mooncake, Qin et al., FAST 2025.
 - `goodput/requests`: requests/s with TTFT and TPOT inside their bounds; vLLM's and AIPerf's

@@ -1,7 +1,7 @@
 """The HTTP session of a client, and the parser of streamed answers: events and their chunks.
 
-Events are parsed while bytes arrive. The cuts between network packets have no influence. They
-follow the WHATWG HTML standard, §9.2.6. A line ends with CRLF, LF or CR. A line with a colon first
+Events are parsed while bytes arrive. The cuts between network packets have no influence. Parsing
+follows the WHATWG HTML standard, §9.2.6. A line ends with CRLF, LF or CR. A line with a colon first
 is a comment. A blank line ends an event. The `data` lines of one event are joined with LF. An event
 without data is dropped. `id` and `retry` are ignored, because a benchmark never reconnects.
 
@@ -150,7 +150,7 @@ class ChunkUsage(msgspec.Struct):
 
 
 class AnswerChunk(msgspec.Struct):
-    """One event of the stream. `baton_timeline` holds Baton's stages."""
+    """One event of the stream. `baton_timeline` has the seconds of Baton's stages."""
 
     choices: list[ChunkChoice] | None = None
     usage: ChunkUsage | None = None

@@ -23,7 +23,7 @@ checkpoint of `make_checkpoint` in three scales:
     output matrix   scaled up, so that probabilities are as uneven as in trained models, and
                     noise of temperature 0.7 does not hide the draft's errors
 
-The draft costs as much as any draft of its size, and the target as much as any model of its shape.
+The draft takes as long as any draft of its size, and the target as long as any model of its shape.
 How often draft and target agree must be measured. The `stranger` has the draft's shape and
 unrelated weights.
 """

@@ -15,8 +15,8 @@ MOST_COLUMNS = 1000  # widest table in characters
 
 
 def number_text(value: float) -> str:
-    """Formats a number with about three digits: 1,234, 12.30, 0.123; 1.2e-05 if it is very
-    small.
+    """Formats a number with about three digits: 1,234, 12.30, 0.123; very small numbers
+    as 1.2e-05.
     """
     if value == int(value):
         return f"{value:,.0f}"

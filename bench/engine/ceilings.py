@@ -1,7 +1,7 @@
 """Measures this machine's peaks, with as many threads as an engine has.
 
-    read_bytes_per_s    memory of a given size is read again and again: what a cache can hold of it
-                        comes from the cache, as an engine's weights do
+    read_bytes_per_s    memory of a given size is read repeatedly; like an engine's weights, a part
+                        of it may be read from caches
     fp32_flops_per_s    multiply-adds of full vectors in registers
     int8_flops_per_s    byte products in registers, by AMX if the processor has it
     bf16_flops_per_s    bf16 products in AMX's registers; 0 without it

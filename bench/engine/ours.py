@@ -155,8 +155,8 @@ class OurEngine:
         tables: Sequence[Sequence[BlockId]],
         num_steps: int,
     ) -> float:
-        """Appends `num_steps` tokens to each answer; returns the seconds spent outside the
-        forward pass.
+        """Appends `num_steps` tokens to each answer. Returns the seconds that were spent outside
+        the forward pass.
         """
         outside_s = 0.0
         for step in range(num_steps):

@@ -123,7 +123,7 @@ def hostile_regex(rng: random.Random, depth: int = 3) -> str:
 
 
 def hostile_schema(rng: random.Random, depth: int = 3) -> Any:
-    """Returns a JSON schema that multiplies, nests, repeats or is invalid."""
+    """Returns a JSON schema with many products, deep nesting or repetitions, or an invalid one."""
     if depth == 0 or rng.random() < 0.1:
         return rng.choice([*WEIRD, {"type": "string", "pattern": hostile_regex(rng, 2)}])
     inner = hostile_schema(rng, depth - 1)

@@ -73,7 +73,7 @@ WRITING = RequestMix(1.06, 8192, 512, 1500)
 
 @dataclass(frozen=True, slots=True)
 class TurningLoad:
-    """A load that alternates between mixes, one in each phase."""
+    """A load of several phases. Each phase has one mix, and mixes alternate."""
 
     num_phases: int
     phase_s: float

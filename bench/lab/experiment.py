@@ -71,7 +71,7 @@ class Findings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment(ABC):
-    """The options of one study. Subclasses add their own, and the run."""
+    """The options of one study. A subclass adds options of its own and the method `measure`."""
 
     NAME: ClassVar[str]
     QUICK: ClassVar[str]  # the help of `--quick`

@@ -1,7 +1,6 @@
-"""`baton plan`: the number of GPUs that a load needs. Parses options, prints, and writes the
-report.
+"""`baton plan`: the number of GPUs that a load needs. Parses options and prints the plan.
 
-baton plan --model qwen3-32b --hardware h200 --rps 10 --input 4000 --output 300 \
+baton plan --model qwen3-32b --hardware h200 --rps 10 --input 4000 --output 300 \\
     --slo-ttft 2000 --slo-tpot 25 --prefix-hit 0.37
 """
 

@@ -242,7 +242,7 @@ def wait_p90_s(service_s: float, busy: float, num_workers: int, variance: float)
     waits = busy ** (math.sqrt(2 * (num_workers + 1)) - 1)  # probability that a request waits
     if waits <= 0.1:
         return 0.0
-    mean_s = service_s * (1 + variance) / (2 * num_workers * (1 - busy))  # mean wait
+    mean_s = service_s * (1 + variance) / (2 * num_workers * (1 - busy))  # mean of waits
     return mean_s * math.log(waits / 0.1)
 
 

@@ -151,5 +151,5 @@ def at_cell(whole: PoolEstimate, simulated: Simulated) -> PoolEstimate:
 
 
 def mib_text(bytes_per_s: float) -> str:
-    """Returns a rate as text, rounded up to MiB/s."""
+    """Returns a rate as text in whole MiB/s, rounded up."""
     return f"{math.ceil(bytes_per_s / 2**20):,} MiB/s"

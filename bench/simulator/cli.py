@@ -1,7 +1,7 @@
 """`baton simulate`: plays a trace on a simulated cluster. Parses options, prints, and writes files.
 
 baton simulate --trace conversation_trace.jsonl --hardware h200-qwen3-32b-tp2 --prefill 6 --decode 2
-baton simulate --trace conversation_trace.jsonl --hardware h200-qwen3-32b-tp2 --prefill 6 \
+baton simulate --trace conversation_trace.jsonl --hardware h200-qwen3-32b-tp2 --prefill 6 \\
     --decode 2 --store-memory-gib 1024 --store-disk-gib 8192 --store-take-gib-per-s 10
 """
 

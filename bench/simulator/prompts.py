@@ -48,7 +48,7 @@ class Unwritten(Sequence[int]):
         self._length = prompt_len if length is None else length
 
     def copy(self) -> "Unwritten":
-        """Returns a copy that grows independently."""
+        """Returns a copy, to which tokens are appended independently."""
         return Unwritten(self._fill, self._prompt_len, self._base, self._length)
 
     def __len__(self) -> int:

@@ -194,7 +194,7 @@ class Transfers:
             self._fail(lease_id, lease.pull, "revoked", self._latency_s)
 
     def hold(self, sink: TransferSide, seq_id: SeqId, ref: LeaseRef) -> None:
-        """Claims a lease for a sink."""
+        """Makes a sink the holder of a lease."""
         lease = self._leases.get(ref.lease_id)
         if lease is None:
             self._notify(sink, PullFailed(seq_id, "unknown"), self._latency_s)

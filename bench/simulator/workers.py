@@ -373,8 +373,8 @@ class SimWorker:
         self._run_next()
 
     def _finish(self, stretch: _Stretch) -> list[Effect]:
-        """Passes the results of a stretch to the core. All its steps count as one step with the
-        first step's costs.
+        """Passes the results of a stretch to the core. All its steps count as one step of the
+        first step's duration.
         """
         ends_s, num_steps = stretch.ends_s, len(stretch.ends_s)
         self.num_steps += num_steps

@@ -6,16 +6,16 @@ All settings have the same number of workers and play the same loads, with pools
     split_P+D        pools that do not lend, for every split of the workers
     mixed_N_chunk_C  N mixed workers that compute prompts in chunks of C tokens at most
 
-**Bounds.** This is DistServe's goodput: a load is sped up as a whole until fewer than nine of ten
-requests have TTFT and TPOT inside their bounds. The router knows the bound on TPOT, and limits the
-sequences of each worker accordingly. It has no bound on TTFT, so it does not refuse late prompts.
-The chunk size of mixed workers trades TTFT for TPOT. Several sizes are tried, and the best result
-is used.
+**Bounds.** The first way is DistServe's goodput: a load is sped up as a whole until fewer than nine
+of ten requests have TTFT and TPOT inside their bounds. The router knows the bound on TPOT, and
+limits the sequences of each worker accordingly. It has no bound on TTFT, so it does not refuse late
+prompts. The chunk size of mixed workers trades TTFT for TPOT. Several sizes are tried, and the best
+result is used.
 
-**Mixes** are played by closed loops, as in the live study, but without the noise of a machine. The
-settings are fluid pools, the same pools without lending, and mixed workers. No two prompts share a
-prefix, and there are no bounds. Rates are measured in the window. A request that lies partly in the
-window counts by the share of its tokens in it.
+**Mixes.** The second way plays mixes by closed loops, as in the live study, but without the noise
+of a machine. The settings are fluid pools, the same pools without lending, and mixed workers. No
+two prompts share a prefix, and there are no bounds. Rates are measured in the window. A request
+that lies partly in the window counts by the share of its tokens in it.
 
 At the rates that are found, a load should last many times longer than the bound on TTFT. In a
 shorter load, all requests could arrive at once, wait, and still meet the bound.
@@ -26,9 +26,9 @@ are traces.
 
 | result                        | unit  |                                                        |
 |-------------------------------|-------|--------------------------------------------------------|
-| loop_fluid/MIX                |       | requests/s of `fluid` over those of the best of others |
+| loop_fluid/MIX                |       | requests/s of `fluid` over the best other setting      |
 | goodput_fluid/best_split/LOAD |       | goodput of `fluid` over that of the best walled split  |
-| goodput_fluid/colocated/LOAD  |       | the same over the best mixed workers                   |
+| goodput_fluid/colocated/LOAD  |       | goodput of `fluid` over that of the best mixed workers |
 | loop/SETTING/MIX              | 1/s   | requests in a closed loop                              |
 | goodput/SETTING/LOAD          | 1/s   | highest rate that keeps the bounds                     |
 | attainment/…, ttft_p90/…      |       | fluid, best split and best mixed workers, each at the  |

@@ -2,7 +2,7 @@
 
 A real deployment has one gateway and two workers with one compute thread each:
 
-    fluid    1 prefill + 1 decode worker; each takes the other's work if it has none of its own
+    fluid    1 prefill + 1 decode worker; an idle worker also does the work of the other role
     walled   1 prefill + 1 decode worker; each does the work of its own role only
     mixed    2 mixed workers
 

@@ -160,7 +160,7 @@ SATURATED = 0.95  # if a server uses a larger share of a core, its latencies inc
 
 @dataclass(frozen=True, slots=True)
 class StreamLoad:
-    """Streams that begin together; each connection sends one request after the other."""
+    """A load of concurrent streams. Each connection sends one request after the other."""
 
     name: str
     num_streams: int

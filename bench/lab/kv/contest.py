@@ -1,4 +1,4 @@
-"""Measures the speed of movers: opens all movers, and lets each pull in turn.
+"""Measures the speed of movers: opens all movers, which then pull one after the other.
 
 Before the first measurement, all movers are open and have carried out every case once, and the
 result is verified byte by byte. Then each repetition measures every case with every way of every

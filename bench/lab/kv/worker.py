@@ -50,7 +50,7 @@ from kvtransfer.records import plan_pieces
 
 SOURCE_SEED = 1
 PULL_TIMEOUT_S = 30.0
-HOLD_S = 0.02  # seconds after which leases count as held: many round trips on one host
+HOLD_S = 0.02  # seconds to wait until all leases are held: many round trips on one host
 TIMING = Timing(ttl_s=600.0)  # long leases, because a lease waits while other movers are measured
 
 _clock = MonotonicClock()

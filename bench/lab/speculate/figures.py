@@ -83,7 +83,7 @@ class Passes(msgspec.Struct, frozen=True):
 class RunKey:
     """The setup, workload, mode and batch size of a run."""
 
-    thing: str  # setup and workload
+    thing: str  # names of setup and workload
     batch: int
     mode: Speculate
 

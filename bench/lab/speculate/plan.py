@@ -119,7 +119,7 @@ class SpeculateSetup:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One workload at one batch size, in all modes of its setup."""
+    """One workload of a setup with one batch size. It is measured in all modes of the setup."""
 
     setup: SpeculateSetup
     workload: SpeculateWorkload

@@ -1,4 +1,4 @@
-"""Measures loads from disk through `DiskTier` beside `fio`, on the same file, in turn.
+"""Measures loads from disk through `DiskTier` and through `fio`, alternately, on the same file.
 
 Both read each slot of one slab once, in random order, with the same number of requests in flight,
 and without the page cache. So both read the same bytes at the same places of the disk. `DiskTier`

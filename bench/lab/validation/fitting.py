@@ -7,8 +7,8 @@ pass: planning, encoding, threads that wait for each other.
                their worker to themselves; A is paid for each chunk
     decoding   from one step's tokens to the next one's, if the next step followed at once. Messages
                bunch, so several steps are taken together
-    messages   the way of a prompt to an idle worker and back; and from the first token to the
-               report that decoding begins. The delays beyond the usual way grow with the number of
+    messages   the round trip of a prompt to an idle worker; and the time from the first token to
+               the report that decoding begins. Delays beyond these times grow with the number of
                busy workers, and the simulation draws from the measured ones
     pulls      from the first token to the report that KV is in the decode worker, as far as the
                message with the first token did not hide it
@@ -47,7 +47,7 @@ LEAST_SAMPLES = 8
 FAR_OFF = 0.15  # relative deviation above which a sample gets less weight
 NUM_REFITS = 6
 ALWAYS_OFF = 0.5  # share of the median deviation that is added to each sample's deviation
-INSTANTLY = 1e18  # bytes/s
+INSTANTLY = 1e18  # bytes/s: a rate so high that transfers take no time
 LONG_S = 1e4  # seconds without computing that are assumed before and after the recording
 
 Interval = tuple[float, float]

@@ -39,7 +39,7 @@ def test_a_calm_run_has_nothing_to_complain_of():
     assert complaints(CALM) == []
     values = {result.name: result.value for result in results(CALM)}
     assert values["bodies/wrong"] == 0
-    assert values["pause/calm"] == pytest.approx(100)  # the gap during the pause
+    assert values["pause/calm"] == pytest.approx(100)  # the gap inside the calm phase
     assert values["pause/bodies"] == pytest.approx(200)
     assert values["memory/gateway_growth"] == pytest.approx(4)
     assert growth(CALM, "worker") == pytest.approx(-0.05)
