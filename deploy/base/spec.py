@@ -32,7 +32,8 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     config: WorkerSettings
     token: str
     threads: int
-    memory_bytes: int | None = None  # for all workers of the machine; None: all available memory
+    # Memory of all workers of the machine; None: all available memory.
+    memory_bytes: int | None = None
     num_workers: int = 1  # workers that share this memory
     kept_bytes: int = 0  # part of `memory_bytes` that a store will take
     host: str = "127.0.0.1"

@@ -86,7 +86,7 @@ def diagnose(config: Config) -> list[Finding]:
 
 
 def findings_table(findings: list[Finding]) -> Table:
-    """Returns a row for each finding."""
+    """Returns a table with a row for each finding."""
     table = table_of(
         "this machine", ("what", "verdict", "found", "why"), (), wraps=("found", "why")
     )

@@ -56,7 +56,7 @@ class PoolSessions:
         self._tasks = tasks
         self._handle = handle
         self._machine: PoolMachine | None = None
-        self._dialling: dict[str, asyncio.Task[None]] = {}  # by name of the service
+        self._dialling: dict[str, asyncio.Task[None]] = {}  # by service: the task that dials it
         self._cluster: ClusterReport | None = None  # the latest report that was sent
         self._informed: set[str] = set()  # gateways that have received `_cluster`
 

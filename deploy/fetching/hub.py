@@ -56,8 +56,7 @@ class Hub:
             raise ConfigError(
                 f"{model}: the hub has no such public model; set HF_TOKEN if it is private"
             ) from error
-        # Other errors have types of the HTTP library. Versions of huggingface_hub use different
-        # ones.
+        # Other errors have types of the HTTP library, which depends on huggingface_hub's version.
         except Exception as error:
             why = f"{one_line(error)}{_cached_commits(folder, model)}"
             raise ConfigError(f"{model}: the hub cannot be asked: {why}") from error

@@ -302,10 +302,9 @@ class PoolMachine:
         yield from ()
 
     def _on_overtaken(self, event: Overtaken, now_s: float) -> Iterator[PoolEffect]:
-        """Takes over an earlier controller's intent, if our intent is a guess.
+        """Takes over an earlier controller's intent if the present intent is a guess.
 
-        Then publishes the members under a higher number, since gateways ignore members with a lower
-        number.
+        Publishes the present members under a higher number, because gateways ignore lower numbers.
         """
         theirs, ours = event.members, self.members
         takes = self.is_guess and theirs.intent != self.intent

@@ -39,7 +39,7 @@ class PortHolder:
     """
 
     def __init__(self, directory: Path, port_name: str, holder: str = DEPLOYMENT) -> None:
-        """Only this user may be able to enter `directory`."""
+        """`directory` must be private: only this user may enter it."""
         self.path = directory / f"{port_name}-{holder}"
         self._thread = threading.Thread(target=self._serve, name="port holder", daemon=True)
 

@@ -331,7 +331,7 @@ class WorkerHost:
         return max(held_until_s - self._clock.now_s(), 0.0)
 
     def _handle_events(self, wait_s: float | None) -> None:
-        """Handles all queued events. Waits for one if `wait_s` is given."""
+        """Handles all queued events. If `wait_s` is given, first waits for an event."""
         effects: list[Effect] = []
         try:
             event = self._inbox.get(block=wait_s is not None, timeout=wait_s)

@@ -167,7 +167,7 @@ def least(pools: Pools) -> Pools:
 
 
 def next_change(intent: Intent, scene: Scene, *, has_held: bool = True) -> RolloutStep | None:
-    """Returns the next step, or None.
+    """Returns the next step of the intent's rollout, or None.
 
     `has_held`: the canary's present share has lasted long enough.
     """
