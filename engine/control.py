@@ -146,7 +146,7 @@ class Rollout(msgspec.Struct, frozen=True):
     to: str
     pools: Pools  # the final pools of version `to`
     before: tuple[Version, ...]  # the line's versions at the start; an abort restores them
-    stay: tuple[str, ...] = ()  # versions that an abort keeps, beside the current one
+    stay: tuple[str, ...] = ()  # other versions that are not replaced
     canary: tuple[int, ...] = ()  # first shares of the new requests for version `to`, in per cent
     hold_s: float = 0.0  # least number of seconds for which each share lasts
     # Allows a context that is shorter than the longest sequences of other versions.

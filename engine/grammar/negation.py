@@ -211,7 +211,7 @@ def forbidding(name: str) -> Schema:
 
 
 def type_names(types: frozenset[str]) -> list[str]:
-    """Returns these types as values of the keyword `type`, which has no name for fractions
+    """Returns these types as values of the keyword `type`, which cannot name fractions
     alone.
     """
     names = sorted(types - {"integer", "fraction"})

@@ -81,7 +81,9 @@ class Line(asyncio.Protocol):
         self._num_unread_bytes = 0
         self._reads = True
         self._waiter: asyncio.Future[None] | None = None  # set while `receive` waits for a frame
-        self._drained: asyncio.Future[None] | None = None  # set while the other end reads slowly
+        self._drained: asyncio.Future[None] | None = (
+            None  # set while the other end reads too slowly
+        )
         self._has_sent = True  # data was sent since the last beat was due
         # Frames after the first frame of this loop iteration. None: no frame was posted in it.
         self._behind: list[bytes] | None = None

@@ -58,7 +58,7 @@ OWNED, LEASED, IN_FLIGHT = range(3)  # kinds of holders
 
 
 def hash_block(parent: BlockHash | None, token_ids: Sequence[int], salt: bytes = b"") -> BlockHash:
-    """Returns the hash of one full block, given the hash of the block before it."""
+    """Returns the hash of a full block, computed from its tokens and the previous block's hash."""
     return hash_blocks(token_ids, len(token_ids), salt, parent=parent)[0]
 
 

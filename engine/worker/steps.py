@@ -98,7 +98,7 @@ class StepSamples:
     def __init__(self, pace: StepPace | None) -> None:
         """`pace` learns the durations of some steps."""
         self._pace = pace
-        self._samples = {True: _Sample(), False: _Sample()}  # by the flag: the step only decodes
+        self._samples = {True: _Sample(), False: _Sample()}  # key: True for steps that only decode
 
     def record(self, decoding: Sequence[Row], chunks: Sequence[Row], seconds: float) -> None:
         """Adds a due step to the sample for reports, and to the steps from which `pace` learns.

@@ -406,9 +406,9 @@ def _first_seen(position, window):
 @triton.jit(do_not_specialize=["num_rows", "num_spare", "fresh_len", "window", "table_stride"])
 def attention_kernel(
     query,  # [num_tokens, num_heads, HEAD_DIM]; elements of a head are neighbours
-    out,  # like query, contiguous; written unless SPLIT, else:
+    out,  # shape of query, contiguous; with SPLIT, the next three are written:
     partial,  # [num_items, num_kv_heads, ROWS_M, HEAD_DIM] fp32: sums of V, weighted
-    peaks,  # [num_items, num_kv_heads, ROWS_M] fp32: the largest score, and
+    peaks,  # [num_items, num_kv_heads, ROWS_M] fp32: the largest score
     norms,  # [num_items, num_kv_heads, ROWS_M] fp32: the sum of exp2(score - peak)
     cu_seqlens_q,
     context_lens,

@@ -31,7 +31,7 @@ from engine.model.attention.base import AttentionBatch, Extent, Scoring
 from engine.model.attention.kvcache import KVCache
 from engine.model.memory import brought, held
 
-LONG_ROW = 256  # queries; a launch of its own does not pay for shorter rows
+LONG_ROW = 256  # least queries of a long row; for shorter rows a launch of their own is too slow
 FLASH_HEAD_DIMS = range(8, 257, 8)
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
 FLASHINFER_BYTES = 128 << 20  # workspace, of the size that its documentation advises

@@ -58,7 +58,7 @@ class PackedExperts(nn.Module):
         self,
         hidden_states: torch.Tensor,  # [num_tokens, hidden]
         top_k_index: torch.Tensor,  # experts of each token
-        top_k_weights: torch.Tensor,  # [num_tokens, top_k]: their shares
+        top_k_weights: torch.Tensor,  # [num_tokens, top_k]: shares of these experts
     ) -> torch.Tensor:
         """Returns the weighted sum of the experts' results, [num_tokens, hidden].
 

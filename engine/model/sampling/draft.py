@@ -38,7 +38,7 @@ class DraftedRow:
     token_ids: list[int] = field(default_factory=list)
     masks: list[np.ndarray] = field(
         default_factory=list
-    )  # one for each token, and one for the token behind the last
+    )  # for each token, and for the token after the last
 
     def choice(self, nth: int) -> TokenChoice:
         """Returns how to choose the token after the first `nth` proposed tokens."""
