@@ -4,22 +4,22 @@
 |------------------------------|------|-----------------------------------------------------------|
 | lost, changed                | req  | see `bench.chaos.checker`                                 |
 | leaked_blocks, leaked_leases |      | that idle workers and stores still hold after the load    |
-| leaked_processes             |      | alive after the deployment was ended                      |
-| unsettled                    |      | 1: the pools did not return to their sizes before         |
+| leaked_processes             |      | processes that are alive after the deployment's end       |
+| unsettled                    |      | 1: the pools did not get their earlier sizes back         |
 | missing                      |      | planned kinds of faults that hit no service               |
 | longest_stall_s              | s    | longest time between two chunks of any stream             |
 | longest_first_s              | s    | longest time to a first chunk                             |
 | calm_stall_s                 | s    | longest_stall_s of the undisturbed run                    |
 | mean_e2e_s                   | s    | mean time of an answer since its request was first sent   |
-| retried                      | req  | placed more than once by the router                       |
-| reconnected                  | req  | sent again because a gateway was killed                   |
-| injected/KIND                |      | faults                                                    |
+| retried                      | req  | requests that the router placed more than once            |
+| reconnected                  | req  | requests that were sent again after a gateway's death     |
+| injected/KIND                |      | injected faults of this kind                              |
 | skipped                      |      | faults without a possible victim                          |
 | unfinished                   |      | faults that failed, such as orders not carried out        |
 | affected/KIND                | req  | silent during a fault, or placed or sent a second time    |
 | store_blocks                 |      | blocks in the store's memory at the end                   |
 | store_offers                 |      | prefixes that the store leased since its process started  |
-| outage_mean_s, outage_max_s  | s    | time without a worker, as the controller saw it           |
+| outage_mean_s, outage_max_s  | s    | time without a worker, as the controller observed it      |
 """
 
 import statistics

@@ -5,7 +5,7 @@ sequences and KV of kv bytes a token:
 
     prefill of n tokens    2·M·n + 2·H flops in matrices, 4·L·h·d_h·n(n+1)/2 in attention
     a decode step          2·(M + H)·b,                   4·L·h·d_h·(sum of the contexts)
-    bytes of a step        (bytes of the matrices as held) + kv·(sum of the contexts)
+    bytes of a step        (bytes of the matrices in memory) + kv·(sum of the contexts)
 
 The least time is the greater of flops over peak and bytes over read bandwidth. If weights are int8,
 matrices run at the peak of int8. Otherwise matrices run at fp32's peak or at a third of bf16's

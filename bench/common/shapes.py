@@ -349,8 +349,8 @@ def _cached(name: str, recipe: Recipe, cache: Path) -> Path:
 
 
 def _key(recipe: Recipe) -> bytes:
-    """Returns a key of everything that determines the files. Keys without gains keep their first
-    form.
+    """Returns a key of everything that determines the files. Without gains, keys have the
+    oldest form, so that existing files stay valid.
     """
     parts: list[object] = [FORMAT, recipe.seed, asdict(recipe.shape)]
     if recipe.gains is not None or recipe.num_kept_layers is not None:

@@ -3,7 +3,7 @@
 `percentile` interpolates linearly between order statistics: for n sorted values x[0..n-1] and q in
 [0, 100] it is the value at the real-valued index (n - 1)·q/100. That is type 7 of Hyndman & Fan,
 The American Statistician 50(4), 1996: numpy's default and `statistics.quantiles(inclusive)`.
-So the p99 of fewer than 100 values lies between the two largest values: report n beside it.
+So the p99 of fewer than 100 values lies between the two largest values: report n together with it.
 """
 
 import math

@@ -3,15 +3,15 @@
 | result                            | unit     |                                                |
 |-----------------------------------|----------|------------------------------------------------|
 | <job>/<weights>                   | tokens/s | limit: the roofline of the ceilings            |
-| <job>_compute/<weights>           | GFLOP/s  | limit: what matrices and attention allow       |
-| <job>_bandwidth/<weights>         | GB/s     | weights and KV a step; limit: read bandwidth   |
-| decode_b32_overhead/<weights>     | %        | of the steps' time, outside the forward pass   |
-| memory_weights/, memory_resident/ | MiB      | matrices as held; the process after all jobs   |
+| <job>_compute/<weights>           | GFLOP/s  | limit: peaks for matrices and attention        |
+| <job>_bandwidth/<weights>         | GB/s     | reads of weights and KV; limit: read bandwidth |
+| decode_b32_overhead/<weights>     | %        | share of step time outside the forward pass    |
+| memory_weights/, memory_resident/ | MiB      | matrices in memory; the process after all jobs |
 | kv_token/<weights>                | B        | KV of one token, with scales and padding       |
 | load/, warm_up/<weights>          | s        |                                                |
-| ceiling/read, fp32, int8, bf16    |          | what the limits come from                      |
+| ceiling/read, fp32, int8, bf16    |          | measured peaks, from which limits are computed |
 | background/cpu                    | %        | share of all cores that other programs used    |
-| same_tokens/<engine>              | %        | of the prefill's tokens, equal to our fp32's   |
+| same_tokens/<engine>              | %        | first tokens that equal our fp32 engine's      |
 
 A peer's `value` is the median of its own runs, `ratio` ours over theirs.
 

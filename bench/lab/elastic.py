@@ -1,4 +1,4 @@
-"""A load that alternates between two mixes, on simulated pools with and without the planner.
+"""Simulates a load that alternates between two mixes, on fixed pools and with the planner.
 
     reading   long prompts without common prefixes, short answers: nearly all work is prefill
     writing   a long shared prefix, which is soon cached, a short own part and long answers: nearly
@@ -11,9 +11,9 @@ The load is played on each fixed split of the workers, and on pools whose sizes 
 
 | result               |       |                                                              |
 |----------------------|-------|--------------------------------------------------------------|
-| goodput/best_fixed   | 1/s   | requests that met both bounds, with the best fixed split     |
-| goodput/planner      | 1/s   | the same with the planner, which starts from even pools      |
-| goodput/fixed_P+D    | 1/s   | requests that met both bounds, for each fixed split          |
+| goodput/best_fixed   | 1/s   | requests that met both bounds: with the best fixed split     |
+| goodput/planner      | 1/s   | with the planner, which starts from even pools               |
+| goodput/fixed_P+D    | 1/s   | with each fixed split                                        |
 | ratio                |       | planner over best fixed split                                |
 | attainment/…         | share | requests that met both bounds, of all requests               |
 | react/first_flip     | s     | longest time from a change of the mix to the first flip      |

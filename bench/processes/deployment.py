@@ -377,7 +377,7 @@ class OperatedDeployment:
         os.kill(self.pid, signal.SIGINT)
 
     def has_ended(self) -> bool:
-        """Returns True if the command has ended. The caller must still wait for its process."""
+        """Returns True if the command has ended. Its parent must still reap the process."""
         look = os.WEXITED | os.WNOHANG | os.WNOWAIT
         return os.waitid(os.P_PID, self.pid, look) is not None
 

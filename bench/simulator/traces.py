@@ -3,14 +3,15 @@
 Traces may have four formats:
 
     Mooncake   JSON lines of `timestamp` (ms), `input_length`, `output_length`, `hash_ids`; one id
-               for each 512 tokens of the prompt, and equal ids mean an equal prefix up to there
-    Azure      CSV with the header TIMESTAMP,ContextTokens,GeneratedTokens; nothing is shared
+               for each block of 512 prompt tokens; an equal id means an equal prefix up to the end
+               of its block
+    Azure      CSV with the header TIMESTAMP,ContextTokens,GeneratedTokens; prompts share no prefix
     Baton      JSON lines; the first is {"format": "baton-trace", "version": 1, "block_tokens": n},
-               each other one a request: `arrived_s`, `input_len`, `output_len`, and if wanted
-               `block_ids` as Mooncake's with n tokens each, and `priority`
-    recording  msgpack records, as a gateway that records writes them (`router.recording.records`):
-               the answered requests, with as many tokens as they were answered with, and the others
-               with as many as they asked for; ids stand for the workers' own blocks of tokens
+               each other line is a request: `arrived_s`, `input_len`, `output_len`, and optionally
+               `block_ids` (like Mooncake's `hash_ids`, for blocks of n tokens) and `priority`
+    recording  msgpack records of a recording gateway (`router.recording.records`). An answered
+               request has the length of its answer; another request has the length that it
+               requested. Ids stand for the workers' own blocks of tokens
 
 In memory, traces of all formats have the same form. Every token of a block is the block's id, so
 equal ids give equal tokens, and different ids give different tokens.

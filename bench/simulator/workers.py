@@ -289,8 +289,8 @@ class SimWorker:
             self._run_next()
 
     def _report(self) -> None:
-        """Reports the worker's load. A report without changes is not sent, but later reports keep
-        their times.
+        """Reports the worker's load. A report without changes is not sent. The times of later
+        reports do not depend on this.
         """
         late_s = self._future.now_s - self._next_report_s
         num_left_out = late_s // REPORT_EVERY_S

@@ -7,13 +7,13 @@
 | quiet/pairs             | 1          | pairs of windows without other load; limit: all   |
 | noise/ttft, itl, e2e    | ms         | p99 of the windows without a batch in every other pair |
 | batches/answered_once   | requests   | with one result and no error; limit: all          |
-| batches/beside_clients  | requests/s | answered during windows                           |
+| batches/beside_clients  | requests/s | batch requests answered during windows            |
 | batches/active          | %          | share of a window in which its batch ran          |
 | batches/pauses          | 1/request  | pauses of a batch request for clients             |
 | killed/answered_once    | requests   | with one result, in the batch with kills          |
 | killed/equal            | requests   | with the same text as in the undisturbed batch    |
 | killed/answered_before  | requests   | that had a result at the last kill                |
-| background/cpu          | %          | of all cores, used by other programs              |
+| background/cpu          | %          | share of all cores that other programs used       |
 
 The peer of a percentile is the same percentile in the windows without a batch. A ratio near one
 means that batches do not slow clients down. A pair is quiet if other programs used at most 5 % of

@@ -8,13 +8,13 @@ the mix of most output tokens every few seconds.
 | result                 | unit  |                                                               |
 |------------------------|-------|---------------------------------------------------------------|
 | fluid/MIX              |       | requests/s of `fluid` over the better other deployment        |
-| requests/MIX/…         | 1/s   | answered in the window                                        |
+| requests/MIX/…         | 1/s   | requests answered in the window                               |
 | ttft_p50/…, ttft_p99/… | ms    | TTFT of requests that were sent in the window                 |
 | tpot_p50/…             | ms    | TPOT of requests that were sent in the window                 |
-| itl_p99/MIX/…          | ms    | between two chunks, in the window                             |
+| itl_p99/MIX/…          | ms    | gap between two chunks, in the window                         |
 | busy_least/…, busy_most/… | % of a core | CPU time of the least and the most busy worker       |
 | itl_ratio/bound        |       | p99 of gaps with prompts over p99 without; also /walled       |
-| itl_p50/…, itl_p99/…   | ms    | between two chunks of the streams                             |
+| itl_p50/…, itl_p99/…   | ms    | gap between two chunks of the streams                         |
 | prompts/…              | 1/s   | prompts answered while the streams run                        |
 | prompt_ttft_p50/…      | ms    | TTFT of these prompts                                         |
 | failed                 |       | requests without an answer                                    |

@@ -24,7 +24,7 @@ repetition, every server gets every load:
 | gateway/added_ttft_p99_ms | ms       | p99 TTFT of them, minus the bare server's median       |
 | gateway/ttft_p99/<load>   | ms       | p99 TTFT of streams that begin at once                 |
 | gateway/itl_p99/<load>    | ms       | p99 between two pieces of a stream, pace included      |
-| background/cpu            | %        | of all cores, used by other programs                   |
+| background/cpu            | %        | share of cores used by other programs                  |
 
 The limit of tokens per CPU second is measured with `writes`: one timer, and one write per token. A
 peer's `ratio` is ours over theirs; for times, less than one is better.

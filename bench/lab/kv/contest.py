@@ -12,14 +12,15 @@ This module also computes the results of `bench kv` from the measured times:
 
 | result                                       | unit  |                                        |
 |----------------------------------------------|-------|----------------------------------------|
-| <mover>/<size>                               | GiB/s | 64 MiB in blocks of that size          |
-| <mover>/<size>/<number>                      | GiB/s | fewer blocks                           |
-| <mover>/<size>/latency                       | µs    | one block                              |
-| hidden_share/<transport>                     | share | of the time in which blocks moved, the |
-|                                              |       | part during which prefill still ran    |
-| kv_transfer/<transport>, kv_exposed/…        | ms    | all that time, and its exposed part    |
+| <mover>/<size>                               | GiB/s | pulls of 64 MiB in blocks of this size |
+| <mover>/<size>/<number>                      | GiB/s | pulls of this number of blocks         |
+| <mover>/<size>/latency                       | µs    | pull of one block                      |
+| hidden_share/<transport>                     | share | part of the transfer time during which |
+|                                              |       | prefill still ran                      |
+| kv_transfer/<transport>, kv_exposed/…        | ms    | transfer time, and its part after the  |
+|                                              |       | prefill                                |
 | first_token_after_handoff/<phase>/<transport>| ms    | from the first token to the second     |
-| background/cpu                               | %     | of all cores, used by other programs   |
+| background/cpu                               | %     | share of cores used by other programs  |
 
 A backend's `limit` is the median of the fastest way of the limit's mover. Limits are also reported
 as results. If a backend pulls half of the heads, its limit is the same backend with whole blocks. A

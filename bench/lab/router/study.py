@@ -10,7 +10,7 @@ Python's garbage collector stays on, but ignores the objects of the set-up.
 | requests/<case>              | 1/s     | decided, claimed in the view, and released         |
 | ingest                       | 1/s     | blocks reported as stored, in chains of 24         |
 | bytes_per_block              | bytes   | memory of a block that three workers hold          |
-| background/cpu               | %       | of all cores, used by other programs               |
+| background/cpu               | %       | share of cores used by other programs              |
 
 A case is a number of workers with a million blocks, or workers/blocks. A peer's `ratio` is ours
 over theirs; for latencies, less than one is better.

@@ -17,7 +17,7 @@
 | acceptance/<drafter>_p<i>             | share    | accepted, of tokens at place i of a draft     |
 | expected_acceptance/<drafter>_p<i>    | share    | the mean acceptance to the power of i         |
 | outside/<cell>                        | %        | share of the time outside the runner          |
-| background/cpu                        | %        | of all cores, used by other programs          |
+| background/cpu                        | %        | share of cores used by other programs         |
 
 A <cell> is <setup>_<workload>/<mode>_b<batch>, a <drafter> <setup>_<workload>_<mode>. The limit of
 a promised result (`GOALS`) is the promised value.

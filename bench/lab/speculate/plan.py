@@ -9,7 +9,7 @@ A setup is a target with a draft, in its own process:
 A workload runs with every mode of speculation. The run without speculation is first or last, in
 turn:
 
-    text, text_sampled       Python code and questions that ask for some         bundled
+    text, text_sampled       Python code, and questions that ask for code        bundled
     random, random_sampled   random tokens                                       shapes
     repeat                   a prompt, its answer with some tokens replaced,     all but bad
                              and the prompt again: most of the answer follows

@@ -3,26 +3,26 @@
 All times are from the gateway's clock. So the price of a step includes the work around the forward
 pass: planning, encoding, threads that wait for each other.
 
-    prompts    from the report that the first chunk begins to the first token, for prompts that had
-               their worker to themselves; A is paid for each chunk
-    decoding   from one step's tokens to the next one's, if the next step followed at once. Messages
-               bunch, so several steps are taken together
+    prompts    the time from the report that the first chunk begins to the first token, for prompts
+               that were alone on their worker; the price A counts once per chunk
+    decoding   the time between the tokens of two consecutive steps, if there was no pause. Messages
+               may arrive together, so several steps are combined
     messages   the round trip of a prompt to an idle worker; and the time from the first token to
                the report that decoding begins. Delays beyond these times grow with the number of
-               busy workers, and the simulation draws from the measured ones
-    pulls      from the first token to the report that KV is in the decode worker, as far as the
-               message with the first token did not hide it
+               busy workers, and the simulation draws from the measured delays
+    pulls      the time from the first token to the report that KV is in the decode worker, without
+               the part that overlaps with the message of the first token
 
-Workers that share cores slow each other down, and so does the gateway. This slowdown is not fitted;
+Workers and gateway slow each other down if they share cores. This slowdown is not fitted;
 it follows from the number of cores (see `crowd`). Each observation is converted to seconds of a
 core, given the other threads that computed meanwhile. The gateway's CPU time is spread over the
 time in which workers decoded.
 
 The deviations of single prompts and steps from their prices are also part of the result.
 
-All fits weigh relative errors. They are then scaled so that the fitted times add up to the observed
-times: means must be right even if a few steps are much slower than most. If there are several
-recordings, the median of their scales is used, since another program may have disturbed one
+All fits weigh relative errors. The fitted prices are then scaled so that the fitted times add up to
+the observed times: means must be right even if a few steps are much slower than most. If there are
+several recordings, the median of their scales is used, since another program may have disturbed one
 recording.
 """
 
