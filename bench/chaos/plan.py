@@ -232,7 +232,7 @@ def kinds_in_turn(
 
 
 def chosen(fault: Fault, eligible: Sequence[T]) -> T | None:
-    """Chooses the victim among the possible ones. The order of `candidates` has no influence."""
+    """Returns the possible victim that the fault's `draw` selects; None if there is none."""
     return eligible[int(fault.draw * len(eligible))] if eligible else None
 
 

@@ -121,7 +121,7 @@ class SloBounds:
 
 
 class RequestsFailed(BatonError):
-    """A request failed, so there is no valid result. Has the failures."""
+    """Requests failed, so there is no valid result. `failures` has the failed requests."""
 
     def __init__(self, what: str, failures: Sequence[Failure]) -> None:
         super().__init__(f"{what} failed: {'; '.join(kinds_of(failures))}")

@@ -195,7 +195,7 @@ def _latency_panel(
 PANELS_IN_A_ROW = 3
 PANEL_INCHES = 2.2  # height in inches of a panel over time
 MOST_POINTS = 2000  # a panel with more points than this draws them as an image
-# decades of a log axis below which it counts as narrow, and above which as wide
+# decades of a log axis: up to NARROW it has most labels, from WIDE on only powers of ten
 NARROW, WIDE = 0.8, 2.5
 INK = "#010203"  # placeholder colour, which the page's text colour replaces in an SVG
 GREY = "#888888"  # a grey that is visible on light and on dark pages

@@ -143,7 +143,7 @@ def _begin(counts: Any, start_s: Any, barrier: Barrier) -> None:
 
 
 def _end_with(sentinel: int) -> None:
-    """Makes the kernel end this process when its parent ends, even by SIGKILL."""
+    """Waits until the parent process has ended, even by SIGKILL, and then ends this process."""
     multiprocessing.connection.wait([sentinel])
     os._exit(1)
 
