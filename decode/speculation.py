@@ -3,10 +3,8 @@
 `decode.choosing` computes which drafts pay. A proposer that is not used yields no measurements. A
 *look* is a search for drafts that pay. Apart from looks, the speculator has these mechanisms:
 
-    trials        if no draft pays, a few tokens are nevertheless drafted for some sequences.
-                  A trial runs several steps in a row, since the first step finds caches cold.
-                  If the tokens are rejected, the interval to the next trial doubles. If all
-                  tokens of a draft are kept, the next trial comes soon
+    trials        if no draft pays, a few tokens are nevertheless drafted for some sequences
+                  (`decode.trials`)
     trust         the best of many estimates overestimates the gain. The measured gain of steps
                   with drafts over the latest plain steps is compared with the expected gain.
                   Later predictions are multiplied by the ratio of the two
@@ -27,20 +25,15 @@ Deterministic: the same steps with the same times lead to the same choices.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate, islice
 
 from decode.acceptance import Acceptance, Proposer
-from decode.choosing import THOUSAND, Candidate, DraftChooser, DraftOption, Proposal
+from decode.choosing import THOUSAND, Candidate, DraftChooser, Proposal
 from decode.stepcost import StepCost, TimeCredit
+from decode.trials import REST, TRIED_STEPS, DraftTrials
 from engine.config import Speculate
 from engine.messages import SeqId
 from engine.worker.batch import BatchPlan, BatchResult, Row, StepTimes
 
-_TRIED_ROWS = 8
-_TRIED_TOKENS = 2  # number of drafted tokens in each row of a trial
-_TRIED_STEPS = 5  # number of consecutive steps of one trial
-_FEWEST_STEPS, _MOST_STEPS = 8, 2048  # bounds of the interval between two trials, in steps
 _BETWEEN_RATE = 0.1  # weight of the latest time between two steps without a look, in their average
 # number of steps with a look before plain steps: at first, and later
 _FIRST_PLAIN, _PLAIN_EVERY = 2, 64
@@ -57,32 +50,6 @@ _REUSED = 7  # after `_ENOUGH_STEPS`, number of steps that reuse a choice for th
 # longest wait of a full block for the draft model, in steps, if the credit suffices
 _CATCH_UP_EVERY = 4
 _FIRST_REST = 3  # the first step that may have a look; earlier steps measure the time without looks
-# Steps until the next look if only a trial could change the choice, or if credit is missing.
-_REST = 32
-
-
-@dataclass(slots=True)
-class _Trials:
-    """The schedule of trials of a proposer that is not used."""
-
-    interval: int = _FEWEST_STEPS
-    last: int = 0  # the step in which the proposer was last used, or its last trial started
-    num_left: int = 0  # remaining steps of the running trial
-    num_rows: int = 0  # number of rows of the running trial
-
-    def is_due(self, step: int) -> bool:
-        return step - self.last >= self.interval
-
-    def used(self, step: int) -> None:
-        self.last, self.interval, self.num_left = step, _FEWEST_STEPS, 0
-
-    def put_off(self, step: int) -> None:
-        """Delays the next trial by `_REST` steps, for lack of credit."""
-        self.last = step + _REST - self.interval
-
-    def tried(self, step: int) -> None:
-        """Records the start of a trial, which counts as a failure until its result is known."""
-        self.last, self.interval = step, min(2 * self.interval, _MOST_STEPS)
 
 
 class Speculator:
@@ -103,9 +70,9 @@ class Speculator:
             uses_draft_model=self.uses_draft_model,
         )
         used = {Proposer.NGRAM: self.uses_ngrams, Proposer.DRAFT: self.uses_draft_model}
-        self._trials = {proposer: _Trials() for proposer, is_used in used.items() if is_used}
-        self._tried: set[SeqId] = set()
+        proposers = [proposer for proposer, is_used in used.items() if is_used]
         self._credit = TimeCredit()
+        self._trials = DraftTrials(proposers, self._chooser, self._credit)
         self._last_s: float | None = None  # time at which the last step ended
         self.num_to_pass = 0  # number of next steps for which nothing is planned or learned
         self._num_passed = 0  # steps that were skipped since the last observed step
@@ -125,27 +92,25 @@ class Speculator:
         self._has_looked = self._had_looked = False
         self._catches_up_at = 0  # number of the next step in which the draft model may catch up
         self._is_trial = False  # True if the present step's drafts are a trial
-        self._is_in_trial = False  # True if the next step continues the trial
         # whether the last step, and the present step, have drafts
         self._follows_drafts = self._drafts_now = False
-        self._trial_s = 0.0  # expected net cost of one step of the trial, seconds
 
     # ------------------------------------------------------------ choosing
 
     @property
     def is_on(self) -> bool:
         """True if the settings allow drafts."""
-        return bool(self._trials)
+        return self.uses_ngrams or self.uses_draft_model
 
     def rests(self) -> bool:
         """True if the next step has neither a look nor drafts."""
         self._had_looked, self._has_looked = self._has_looked, False
         self._step += 1
-        if not self._trials:
+        if not self.is_on:
             return True
-        if self._lacks_credit and not self._is_in_trial:
+        if self._lacks_credit and not self._trials.goes_on:
             return True  # the usual case: no draft pays
-        if self._step < self._rests_until and not self._is_in_trial:
+        if self._step < self._rests_until and not self._trials.goes_on:
             return True
         if self._num_since_plain >= self._plain_every and self._cost.is_known:
             self._num_since_plain = 0
@@ -156,11 +121,10 @@ class Speculator:
 
     def weighs_draft_model(self, num_rows: int, num_context_tokens: int) -> bool:
         """Returns False if the draft model cannot propose anything in a step of `num_rows` rows."""
-        trials = self._trials.get(Proposer.DRAFT)
-        if trials is None:
+        if not self.uses_draft_model:
             return False
         self._turn_to(num_rows)
-        if trials.num_left or (trials.is_due(self._step) and self._may_afford()):
+        if self._trials.may_run(Proposer.DRAFT, self._step, self._cost):
             return True
         read = num_context_tokens / THOUSAND
         return self._chooser.weighs_draft_model(self._cost, num_rows, read)
@@ -174,7 +138,7 @@ class Speculator:
         `others_tokens` tokens.
         """
         num_rows = len(candidates) + num_others
-        if not self._trials or not num_rows:
+        if not self.is_on or not num_rows:
             return [None] * len(candidates)
         self._turn_to(num_rows)
         self._has_looked = True
@@ -194,113 +158,23 @@ class Speculator:
             proposal if proposal is None or proposal.num_tokens <= candidate.max_tokens else None
             for proposal, candidate in zip(self._choice, candidates, strict=True)
         ]
-        used = {proposal.proposer for proposal in proposals if proposal is not None}
         self._num_since_plain += 1
-        self._is_trial = not used
-        self._try(candidates, proposals, used, num_rows)
-        if not used:
+        self._is_trial = all(proposal is None for proposal in proposals)
+        self._trials.add(candidates, proposals, self._step, self._cost, num_rows)
+        if self._is_trial:
             self._cost.hope()
             if not self.uses_ngrams:
-                self._rests_until = self._step + _REST
+                self._rests_until = self._step + REST
         return proposals
 
-    # ------------------------------------------------------------ trials and catching up
-
-    def _try(
-        self,
-        candidates: Sequence[Candidate],
-        proposals: list[Proposal | None],
-        used: set[Proposer],
-        num_rows: int,
-    ) -> None:
-        """Adds a trial of each proposer that has not been used for a long time."""
-        self._is_in_trial = False
-        for proposer, trials in self._trials.items():
-            if proposer in used:
-                trials.used(self._step)
-                continue
-            is_due = trials.num_left > 0 or trials.is_due(self._step)
-            if not is_due:
-                continue
-            if trials.num_left == 0 and not self._may_afford():
-                trials.put_off(self._step)
-                continue
-            options = self._options_to_try(candidates, proposals, proposer)
-            if not options:
-                continue
-            if trials.num_left == 0:
-                if not (num_tried := self._afford(options, proposer, num_rows)):
-                    trials.put_off(self._step)
-                    continue
-                trials.tried(self._step)
-                trials.num_left, trials.num_rows = _TRIED_STEPS, num_tried
-            trials.num_left -= 1
-            self._is_in_trial = self._is_in_trial or trials.num_left > 0
-            for option in options[: trials.num_rows]:
-                num_tokens = min(_TRIED_TOKENS, option.max_tokens)
-                proposals[option.index] = Proposal(proposer, num_tokens, option.match_len)
-                self._tried.add(candidates[option.index].seq_id)
-
-    def _options_to_try(
-        self,
-        candidates: Sequence[Candidate],
-        proposals: Sequence[Proposal | None],
-        proposer: Proposer,
-    ) -> list[DraftOption]:
-        """Returns the most promising options for a trial: long matches, or few unseen tokens."""
-        free = [i for i, proposal in enumerate(proposals) if proposal is None]
-        if proposer is Proposer.NGRAM:
-            free.sort(key=lambda i: -candidates[i].match_len)
-        else:
-            free.sort(key=lambda i: candidates[i].num_unseen)
-        found = (self._chooser.option(i, candidates[i], proposer, self._cost) for i in free)
-        return list(islice(filter(None, found), _TRIED_ROWS))
-
-    def _fixed_s(self, proposer: Proposer) -> float:
-        """Returns the fixed cost of one step of a trial, without the cost of its rows."""
-        if proposer is Proposer.NGRAM:
-            return self._cost.verifying_s
-        draft_s = self._cost.draft_start_s + _TRIED_TOKENS * self._cost.draft_pass_s
-        return self._cost.verifying_s + draft_s
-
-    def _may_afford(self) -> bool:
-        """Returns False if the credit cannot pay for a trial."""
-        return not self._cost.is_known or self._credit.of("trials") > 0
-
-    def _afford(self, options: list[DraftOption], proposer: Proposer, num_rows: int) -> int:
-        """Returns the number of options whose trial the credit pays.
-
-        The credit is reduced by the expected net cost of the trial; `_settle` later corrects this
-        to the measured cost. The credit pays for all options or for none. Only a nearly full
-        credit, which waiting would not increase, may pay for some of the options.
-        """
-        if not self._cost.is_known:
-            return len(options)
-        # value of one token, in seconds of a step
-        worth_s = self._cost.plain_s(num_rows, 0.0) / num_rows
-        rows_s = (
-            _TRIED_TOKENS * o.token_s
-            + o.first_s / _TRIED_STEPS
-            - o.expected(_TRIED_TOKENS) * worth_s
-            for o in options
-        )
-        steps_s = accumulate(rows_s, initial=self._fixed_s(proposer))
-        totals_s = [max(_TRIED_STEPS * s, 0.0) for s in steps_s]
-        credit_s = self._credit.of("trials")
-        num_paid = max((n for n, s in enumerate(totals_s) if s <= credit_s), default=0)
-        is_all = num_paid == len(options)
-        if not num_paid or not (is_all or self._credit.is_nearly_full("trials")):
-            return 0
-        self._credit.add("trials", -totals_s[num_paid])
-        self._trial_s = totals_s[num_paid] / _TRIED_STEPS
-        return num_paid
+    # ------------------------------------------------------------ catching up
 
     def catches_up(self) -> bool:
         """Returns True if the draft model may catch up in this step. Call once per planned step."""
         if self._step < self._catches_up_at:
             return False
         has_credit = self._credit.of("catching up") > 0 or not self._cost.is_known
-        self._catches_up_at = self._step + (_CATCH_UP_EVERY if has_credit else _REST)
+        self._catches_up_at = self._step + (_CATCH_UP_EVERY if has_credit else REST)
         return has_credit
 
     def may_catch_up(self, num_tokens: int, num_passes: int) -> bool:
@@ -312,7 +186,7 @@ class Speculator:
         pass_s = self._cost.draft_start_s + self._cost.draft_pass_s
         seconds = pass_s * num_passes + self._cost.draft_token_s * num_tokens
         if self._cost.is_known and not self._credit.spend("catching up", seconds):
-            self._catches_up_at = self._step + _REST
+            self._catches_up_at = self._step + REST
             return False
         self._advanced_s = seconds
         return True
@@ -325,15 +199,13 @@ class Speculator:
         """Learns from a proposal. A proposal that a grammar prevented counts as rejected."""
         kind = (proposal.proposer, proposal.match_len)
         self._acceptance.learn(seq_id, kind, max(num_drafted, 1), num_accepted)
-        if seq_id in self._tried:
-            self._tried.discard(seq_id)
-            if 0 < num_drafted == num_accepted:
-                self._trials[proposal.proposer].interval = _FEWEST_STEPS
+        is_kept = 0 < num_drafted == num_accepted
+        self._trials.learn(seq_id, proposal.proposer, is_kept=is_kept)
 
     def remove(self, seq_id: SeqId) -> None:
         """Removes the learned data of a sequence."""
         self._acceptance.remove(seq_id)
-        self._tried.discard(seq_id)
+        self._trials.remove(seq_id)
 
     def observe(self, plan: BatchPlan, result: BatchResult, now_s: float) -> None:
         """Learns from the time of a step that just ended, unless it computed prompts.
@@ -349,7 +221,7 @@ class Speculator:
             self._last_s = now_s
             return
         times = result.times
-        if not (self._trials or self.has_draft_model):
+        if not (self.is_on or self.has_draft_model):
             return
         if times is None or (seconds := times.total_s) <= 0 or not plan.rows:
             return
@@ -365,7 +237,7 @@ class Speculator:
     def _num_idle(self) -> int:
         """Returns the number of next steps in which neither a look nor catching up is due."""
         end = self._step + _SEEN_EVERY  # number of the next step that is not skipped
-        if self._trials and not self._lacks_credit:
+        if self.is_on and not self._lacks_credit:
             end = min(end, self._rests_until)
         if self.has_draft_model:
             end = min(end, self._catches_up_at)
@@ -429,7 +301,7 @@ class Speculator:
         plain_s = self._cost.recent_plain_s(len(rows), read)
         yielded_s = plain_s * sum([len(outcome.token_ids) for outcome in result.rows]) / len(rows)
         if self._is_trial:
-            self._credit.add("trials", self._trial_s + yielded_s - step_s)
+            self._credit.add("trials", self._trials.step_s + yielded_s - step_s)
             return
         self._credit.add("looks", yielded_s - step_s)
         if self._chooser.expected_gain:
@@ -457,7 +329,7 @@ class Speculator:
         if self._cost.target.num_since_start < _ENOUGH_STEPS:
             return True
         if has_drafts:
-            return num_like < _TRIED_STEPS or num_like % _LEARN_EVERY_DRAFT == 0
+            return num_like < TRIED_STEPS or num_like % _LEARN_EVERY_DRAFT == 0
         return num_like % (_LEARN_EVERY if num_like < _SETTLED else _LEARN_EVERY_SETTLED) == 0
 
     def _passed_before(self, seconds: float, now_s: float) -> float:
