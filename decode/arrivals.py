@@ -219,7 +219,7 @@ class Arrivals:
         return effects
 
     def give_back_stuck(self, now_s: float, *, is_any_running: bool) -> list[Effect]:
-        """Gives the first queued sequence back if this worker had no other sequence for `STUCK_S`.
+        """Gives the first queued sequence back if nothing ran, arrived or aborted for `STUCK_S`.
 
         Call this when a step is planned.
         """

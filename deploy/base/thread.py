@@ -20,7 +20,7 @@ from engine.errors import ConfigError
 log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 30.0
-NEW_OBJECTS = 20_000  # number of allocated objects between two garbage collections
+NEW_OBJECTS = 20_000  # allocations minus deallocations that trigger a garbage collection
 
 T = TypeVar("T", covariant=True)
 U = TypeVar("U")

@@ -76,7 +76,7 @@ class StorePeers:
         self._secret = secret
         self._clock = clock
         self._listener = listener
-        self._tasks: dict[str, asyncio.Task[None]] = {}  # by address: the task of its link
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # each link's task, by the peer's address
         self._clients: dict[WorkerId, SessionClient] = {}
         self._zmq: zmq.Context[zmq.Socket[bytes]] | None = None
 

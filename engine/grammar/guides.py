@@ -478,7 +478,7 @@ def _deep(work: Callable[[], T]) -> T:
 
 
 def _translated(work: Callable[[], T]) -> T:
-    """Turns a panic of the library into a GrammarError. Python's class for panics is no Exception.
+    """Raises a GrammarError for any error of the library, also for a panic, which is no Exception.
 
     All messages are shortened, because they may quote the client's text.
     """

@@ -29,7 +29,7 @@ from engine.messages import StepReport
 from engine.worker.batch import Row
 from engine.worker.costs import OnlineCosts, PrefillCost
 
-FIRST_TOKENS = 16  # prompt tokens of a step before any step was measured
+FIRST_TOKENS = 16  # most prompt tokens of a step while the cost of prompts is unknown
 LEAST_TOKENS = 4  # minimum chunk, in tokens, when the step has no time left
 # Target, as a share of the limit. The rest is a reserve for hand-overs, and for predictions that
 # are too short.

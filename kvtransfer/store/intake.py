@@ -301,7 +301,7 @@ class StoreIntake:
 
 
 def _fits(held: Sequence[int], num_asked: int, num_leased: int) -> bool:
-    """Returns True if `held` names distinct blocks of the batch, in order."""
+    """True if `held` has `num_leased` ascending indices of `num_asked` blocks, at least one."""
     ascends = all(a < b for a, b in pairwise(held))
     return (
         bool(held)

@@ -89,7 +89,7 @@ class Connection(BodyPipe):
         self._num_body = 0  # bytes of an incomplete body
         self._has_head = self._expects_continue = False  # about the request that is being parsed
         self._num_parts = self._num_parts_bytes = 0  # number and bytes of the present body's parts
-        self._refusal: EdgeRefusal | None = None  # set by a callback of the parser
+        self._refusal: EdgeRefusal | None = None  # why a callback stopped the parser
         self._times = ConnectionTimes(self._loop.time())
         self._url = b""  # as far as the present head has arrived
         self._headers: list[tuple[bytes, bytes]] = []

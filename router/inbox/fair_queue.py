@@ -8,7 +8,8 @@ work waits, all tenants are equal again.
 `LoopQueue` is for work that would block the event loop for too long. Such work is cut into pieces
 of a few milliseconds. Each iteration of the loop runs one waiting piece. So the loop serves all
 connections between two pieces, however many answers are being encoded. Threads would not help: such
-work holds the interpreter lock, and the loop would wait for the lock longer than for a piece.
+work holds the interpreter lock, and the loop would wait for this lock for longer than one piece
+takes.
 
 Source: Goyal, Vin and Cheng, Start-time Fair Queueing, SIGCOMM 1996.
 """

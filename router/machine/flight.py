@@ -22,7 +22,7 @@ DRAINED = "drained"  # the sequence's worker has lost its role
 BALANCED = "balanced"  # the target is faster
 LENT = "lent"  # the target is a prefill worker that has no prompts
 GIVEN_BACK = "given back"  # prompts wait for the prefill worker that decodes the sequence
-GATHERED = "gathered"  # prompts wait, and another prefill worker decodes more sequences
+GATHERED = "gathered"  # prompts wait; the target, a prefill worker, decodes more sequences
 FREE = (BALANCED, LENT, GIVEN_BACK, GATHERED)
 COUNTED_AS = {BALANCED: "balance", LENT: "lend", GIVEN_BACK: "give back", GATHERED: "gather"}
 
@@ -154,7 +154,7 @@ class Flight:
     preempted_s: dict[WorkerId, float] = field(default_factory=dict)  # last preemption, by worker
     back_off_until_s: float | None = None
     likely_reused: bool = False  # see `Conversations` in `router.cluster.learning`
-    leads: bool = True  # True while followers can be held back for this request
+    leads: bool = True  # True while other requests of its group must wait for this one
     followers: list["Flight"] = field(default_factory=list)  # held back, in order of arrival
     held_by: "Flight | None" = None  # the leader that holds this request back
     shared: SharedPrompt | None = None  # its leader's placement, or its own after it led

@@ -105,7 +105,9 @@ class Decision(msgspec.Struct, frozen=True):
     pulled_from: WorkerId | None = None  # worker or store from which more of the prefix is pulled
     num_pulled_tokens: int = 0  # pulled tokens beyond the matched tokens
     pulled_medium: str | None = None  # slowest medium that is read; None: pulled from a worker
-    predicted_load_s: float = 0.0  # seconds until the store has read the blocks it lacks in memory
+    predicted_load_s: float = (
+        0.0  # seconds in which the store reads blocks from lower media; 0: none
+    )
     predicted_ttft_s: float | None = None  # seconds from the placement to the first token
     predicted_tpot_s: float | None = None
     slowdown: float = 1.0  # factor on the prompt's time, because its worker also decodes

@@ -25,7 +25,7 @@ from engine.worker.blocks import BlockId
 KERNELS = "triton"  # name of the candidate that uses the Triton kernels alone
 MEASURED_TOKENS = 2048  # new tokens of each row; fewer if the cache is small
 MEASURED_RUNS = 5
-TOLERANCE = 0.03  # largest error relative to the largest element: bf16 has 8 bits
+TOLERANCE = 0.03  # largest allowed error / largest element; bf16 has 8 significant bits
 
 # (query, key, value, cache, layer, batch, scoring, way) → attention
 AttendBy = Callable[..., torch.Tensor]

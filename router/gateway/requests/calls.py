@@ -272,7 +272,7 @@ def _prompts(
     served: ServedVersion,
     structure: Structure,
 ) -> list[_Prompt]:
-    """Returns the prompts of a call. An InvalidRequest has the number of the wrong prompt."""
+    """Returns the prompts of a call. An InvalidRequest has the index of one of several prompts."""
     prompts: list[_Prompt] = []
     text, max_len, num_tokens = served.text, served.max_len, 0
     for index, single in enumerate(singles):

@@ -55,7 +55,7 @@ TIMELINE = Timeline(
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Returns a tokenizer: one token per byte in byte order, then the special tokens."""
+    """Returns a tokenizer: ids 0 to 255 are bytes of these values; the special tokens follow."""
     tokenizer = Tokenizer(models.BPE(vocab=_letters(), merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()

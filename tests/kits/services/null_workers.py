@@ -29,7 +29,9 @@ class NullWorkers(ProcessLauncher):
         self._workers: list[Driven] = []
 
     def open(self) -> None:
-        self._nursery.open("gateway")  # a nursery for gateways, because its workers need no torch
+        self._nursery.open(
+            "gateway"
+        )  # the nursery imports only what gateways need: these workers need no torch
 
     def start(self, spec: ServiceSpec) -> ServiceReady:
         if not isinstance(spec, WorkerSpec):

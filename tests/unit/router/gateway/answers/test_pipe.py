@@ -1,4 +1,4 @@
-"""Tokens written through a pipe, without a task, give the same answer."""
+"""The answer is the same if the tokens are written directly to the connection's pipe."""
 
 import asyncio
 
