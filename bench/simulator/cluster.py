@@ -252,8 +252,7 @@ class _Cluster:
             self._future, setup.hardware.pull, setup.hardware.layout, latency_s=setup.latency_s
         )
         self._prompts = SimulatedPrompts(trace, setup.hardware.layout.block_size)
-        # records of requests that have not ended
-        self._records: dict[RequestId, SimulatedRequest] = {}
+        self._records: dict[RequestId, SimulatedRequest] = {}  # records of live requests
         self._num_asked = 0
         self._all_came = False
         self._num_waiting = 0  # requests in the machine that wait for a worker or for a move
@@ -261,8 +260,7 @@ class _Cluster:
         self._wake_s: float | None = None
         self._evenness: Evenness | None = None  # set when a late worker joins
         self._crowd = Crowd(setup.hardware, self._future, setup.chances)
-        # time at which the last message to each worker arrives
-        self._arrives_s: dict[WorkerId, float] = {}
+        self._arrives_s: dict[WorkerId, float] = {}  # arrival of the last message to each
         self._workers = {
             worker_id: SimWorker(
                 worker_id,
@@ -393,9 +391,7 @@ class _Cluster:
         return bool(self._records) or not self._all_came
 
     def _plan_arrival(self) -> float | None:
-        """Plans the arrival of the next request. Returns the arrival time, or None if there are no
-        more requests.
-        """
+        """Plans the arrival of the next request. Returns its time, or None if there is none."""
         asked = self._ask(self._future.now_s)
         if asked is None:
             self._all_came = True
@@ -464,9 +460,7 @@ class _Cluster:
         self._send(worker_id, [FromGateway(GatewayId(store_id), message)])
 
     def _send(self, worker_id: WorkerId, events: list[Event]) -> None:
-        """Plans the arrival of messages to a worker or a store. They never arrive before earlier
-        messages.
-        """
+        """Plans the arrival of messages, after that of earlier messages to the same peer."""
         at_s = self._future.now_s + self._setup.latency_s
         if self._crowd.varies:
             messages = (event.message for event in events if isinstance(event, FromGateway))

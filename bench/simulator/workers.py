@@ -134,10 +134,8 @@ class SimWorker:
         crowd: Crowd | None = None,
         stretch: float | None = None,
     ) -> None:
-        """Sets up the worker. `read` is that of `engine.worker.intake.Intake`, `stretch` that of
-        `Welcome`.
-
-        If `leaps` is off, each step is simulated separately.
+        """`read` goes to `engine.worker.intake.Intake`, `stretch` to `Welcome`. If `leaps` is off,
+        each step is simulated separately.
         """
         self.worker_id = worker_id
         self.role = role

@@ -312,9 +312,7 @@ class StoreHost:
     # ------------------------------------------------------------ peers
 
     def _follow(self, members: Members) -> None:
-        """Opens sessions with the workers of this version on this host, and with the version's
-        other stores.
-        """
+        """Opens sessions with this version's workers on this host, and with its other stores."""
         own = self._identity
         host = own.host
         workers = [m.address for m in members.of(own.version) if _host_of(m.address) == host]
@@ -322,10 +320,7 @@ class StoreHost:
         self._peers.follow([*workers, *stores])
 
     def admits(self, info: Welcome) -> bool:
-        """Learns the layout from the first worker that computes prompts.
-
-        Admits other peers only if their blocks are of the same kind.
-        """
+        """Learns the layout from the first worker with prompts; admits only peers of its kind."""
         if self._run is None:
             is_model = info.role.prefills or info.is_fluid
             if is_model and info.pulls_unchanged:
@@ -431,10 +426,7 @@ class StoreHost:
             self._on_crash(error)
 
     async def _open_disk(self, run: _Running, identity: bytes, block_bytes: int) -> None:
-        """Opens the disk tier in the background, because this may take seconds.
-
-        Retries after failures.
-        """
+        """Opens the disk tier in the background, since this takes seconds. Retries failures."""
         directory = self._config.disk
         if directory is None:
             return
@@ -522,10 +514,7 @@ class StoreHost:
         self._handle_now(DropAll())
 
     def _retire(self) -> None:
-        """Retires the store, because its version is over.
-
-        Objects are deleted now, blocks on disk when the store closes.
-        """
+        """Retires the store: objects are deleted now, blocks on disk when the store closes."""
         log.warning("the version is over: its blocks are removed")
         self._is_retired = True
         if self._run is not None and Medium.OBJECT in self._run.tiers:

@@ -152,10 +152,7 @@ class WorkerHost:
         self._loop_lag_s = 0.0  # asyncio thread's longest delay since the last report
 
     async def open(self) -> str:
-        """Starts the threads.
-
-        Returns the address at which gateways and the controller open sessions.
-        """
+        """Starts the threads. Returns the address at which sessions are opened."""
         self._loop = asyncio.get_running_loop()
         self._endpoint = self._make_endpoint()
         address = self._endpoint.open()
@@ -294,10 +291,7 @@ class WorkerHost:
             self._on_crash(error)
 
     def _on_transfer(self, event: Event) -> None:
-        """Passes an event of the transfer thread to the step thread.
-
-        Logs a failure with its request's ids.
-        """
+        """Passes an event of the transfer thread to the step thread; logs failures."""
         if isinstance(event, PullFailed) and event.reason != ABORTED:
             with self._request_ids.logged(event.seq_id):
                 log.warning("a pull of KV failed: %s", event.reason)
@@ -423,10 +417,7 @@ class WorkerHost:
         return found
 
     def _change_role(self, message: RoleChanged) -> None:
-        """Sends the new role to all connected gateways.
-
-        Gateways that connect later receive it with `Welcome`.
-        """
+        """Sends the new role to all gateways. Later gateways receive it with `Welcome`."""
         if message.role is not self._role:
             log.info("this worker is a %s worker now", message.role)
         self._role = message.role
