@@ -24,19 +24,16 @@ If an optional part is not available, the model runs without it. The missing par
 (some sizes were left out), "prefill_" and the name of a way to attend long rows, if this way fails
 or is wrong on this device.
 
-The host waits only before it reuses pinned memory: for the copy, two steps earlier, from this
-memory. On a CPU the same code computes without graphs and pinned memory, for tests.
+The host waits only before it reuses pinned memory (`staging`). On a CPU the same code
+computes without graphs and pinned memory, for tests.
 """
 
 import logging
 import math
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 from transformers import AttentionInterface
@@ -44,24 +41,20 @@ from transformers import AttentionInterface
 from engine.clock import Clock, MonotonicClock
 from engine.config import WeightFormat
 from engine.errors import ConfigError
-from engine.layout import KVFormat
 from engine.model import fp8, packing
-from engine.model.attention import cuda as triton_attention
-from engine.model.attention import plain as torch_attention
-from engine.model.attention.base import Attend, AttentionBatch, Extent
-from engine.model.attention.choice import KERNELS, AttendBy, PrefillTrial
+from engine.model.attention.base import Attend, AttentionBatch
 from engine.model.attention.hook import PAGED, paged_hook
 from engine.model.attention.kvcache import KVCache
-from engine.model.attention.prefill import Way, all_ways
+from engine.model.kernels import DeviceKernels, Sampler
 from engine.model.loading.checkpoint import LoadedModel, try_again
-from engine.model.packing import Inputs, Packing, PackingShape, StepSize
+from engine.model.packing import Inputs, PackingShape, StepSize
 from engine.model.parallel.stages import decoder_layers
 from engine.model.parallel.steps import PackedStep, bare_shape
 from engine.model.sampling import choosing
-from engine.model.sampling import cuda as triton_sampling
 from engine.model.sampling.changes import TokenChoice
 from engine.model.sampling.draft import DraftedRow, Masks, draft_step_by_step
 from engine.model.sampling.verify import Verified, verify_by_parts
+from engine.model.staging import CudaStep, StepStaging, bring
 from engine.native.build import compiler_cache
 from engine.worker.batch import Row
 
@@ -78,48 +71,6 @@ CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 WARM_UP_RUNS = 2  # runs before a capture: libraries choose their kernels in the first run
 WARM_UP_LENS = (2, 8, 32, 128)  # row lengths in tokens that cover every kind of launch
 WARM_UP_ROWS = 64  # rows of the longest warm-up length: a step of 8,192 tokens
-
-
-Sampler = Callable[[torch.Tensor, Sequence[TokenChoice]], torch.Tensor]
-
-
-class Staged:
-    """Pinned host memory for one step's inputs, and an event after the last copy from this
-    memory.
-    """
-
-    def __init__(self, *, pinned: bool) -> None:
-        self._pinned = pinned
-        self._copied = torch.cuda.Event() if pinned else None
-        self.memory = torch.empty(0, dtype=torch.uint8)
-
-    def reserve(self, num_bytes: int) -> np.ndarray:
-        """Waits until the last copy from the memory has ended. Returns `num_bytes` of it for
-        writing.
-        """
-        if self._copied is not None:
-            self._copied.synchronize()
-        if self.memory.numel() < num_bytes:
-            size = 1 << num_bytes.bit_length()
-            self.memory = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
-        return self.memory[:num_bytes].numpy()
-
-    def copy_to(self, device_memory: torch.Tensor) -> None:
-        """Queues the copy from this memory to `device_memory`."""
-        device_memory.copy_(self.memory[: device_memory.numel()], non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
-
-
-class CudaStep(NamedTuple):
-    """A step that is ready to launch. It must be launched before two more steps are prepared."""
-
-    staged: Staged
-    packing: Packing
-    extents: tuple[Extent, ...]  # empty for a captured step, which has extents of its own
-    num_kept: int
-    keeps_first: bool  # True if `keep` is the first tokens, in their order
-    size: StepSize | None  # the size after padding; None: the batch is not padded
 
 
 class Captured(NamedTuple):
@@ -174,8 +125,7 @@ class CudaForward:
         self._weights = weights
         self._device = loaded.device
         self._is_cuda = loaded.device.type == "cuda"
-        self._attend = attend
-        self._wanted_sampler = sampler
+        self.device_kernels = DeviceKernels(loaded, attend=attend, sampler=sampler)
         self._sampler: Sampler = choosing.sample
         self._compiler = compiler
         self._wanted_sizes = packing.captured_sizes(captured_rows, captured_lens)
@@ -183,43 +133,28 @@ class CudaForward:
         self._graphs: dict[StepSize, Captured] = {}
         self._table_width = 0  # width of the block tables in captured steps
         self._memory: torch.Tensor | None = None  # the inputs of captured steps
-        self._staged: tuple[Staged, ...] = ()
-        self._num_prepared = 0
         # Tokens that the last step chose, at the address from which captured steps read them.
         self._chosen: torch.Tensor | None = None
-        self._tables = packing.Tables()
         self._compiled: list[nn.Module] = []
-        self._way: Way | None = None
-        # Name of the attention. The name of the way for long rows is added if it differs.
-        self.attention_choice = ""
         self.weights_bytes = 0
-        self.fallbacks: Counter[str] = Counter()
+        self.fallbacks = self.device_kernels.fallbacks  # number of missing optional parts, by name
 
     @torch.inference_mode()
     def open(self, cache: KVCache) -> None:
         """Quantises the weights, frees the original weights, and uses `cache` from now on."""
-        model, context = self._loaded.model, self._loaded.context
+        context = self._loaded.context
         if self._is_cuda:
             torch.cuda.set_device(self._device)
             _use_own_caches()
-        self._staged = tuple(Staged(pinned=self._is_cuda) for _ in range(2))
+        self._block_size = cache.layout.block_size
+        self._staging = StepStaging(self._block_size, pinned=self._is_cuda)
         self._chosen = torch.zeros(MAX_CHOSEN, dtype=torch.int64, device=self._device)
         if self._weights is WeightFormat.FP8:
-            read_outside = self._loaded.read_outside
-            kept = [
-                *fp8.replace_linears(model, read_outside=read_outside).kept,
-                *fp8.replace_experts(model, read_outside).kept,
-            ]
-            log.info("not in fp8: %s", ", ".join(kept) or "nothing")
-            if self._loaded.probe is not None:
-                try_again(self._loaded, math.inf)
-        self.weights_bytes = weights_bytes(model)
-        self._sampler = self._choose_sampler()
-        context.attend, can_pad = self._choose_attend()
+            _quantise(self._loaded)
+        self.weights_bytes = weights_bytes(self._loaded.model)
+        self._sampler = self.device_kernels.choose_sampler()
+        context.attend, can_pad = self.device_kernels.open_attention(cache)
         context.cache = cache
-        if context.attend is triton_attention.attend:
-            self._way = self._choose_way(cache)
-            context.attend = partial(triton_attention.attend, prefill=self._way)
         if can_pad:
             self._open_padded(cache)
 
@@ -228,10 +163,8 @@ class CudaForward:
         self._graphs.clear()
         self._sizes = ()
         self._memory = self._chosen = None
-        self._end_compilation()
-        if self._way is not None:
-            self._way.close()
-            self._way = None
+        self._drop_compiled()
+        self.device_kernels.close()
         self._loaded.context.cache = self._loaded.context.batch = None
 
     @property
@@ -284,9 +217,14 @@ class CudaForward:
         step's tokens, or None if the token is known.
         """
         size = self._padded_size(rows)
-        if size is not None:
-            return self._prepare(rows, keep, size.packed(self._table_width), size, follows)
-        return self._prepare(rows, keep, bare_shape(rows, keep, self._block_size), None, follows)
+        if size is None:
+            shape = bare_shape(rows, keep, self._block_size)
+        else:
+            shape = size.packed(self._table_width)
+        is_captured = size in self._graphs
+        return self._staging.pack(
+            rows, keep, shape=shape, size=size, follows=follows, is_captured=is_captured
+        )
 
     def step_size(self, rows: Sequence[Row]) -> tuple[PackingShape, int] | None:
         """Returns the size to which the step is padded: its rows, and the tokens of each row.
@@ -298,20 +236,11 @@ class CudaForward:
     def unpack(self, step: PackedStep) -> CudaStep:
         """Returns the inputs of `launch`, made from the bytes that rank 0 packed."""
         size = StepSize(step.row_len, step.shape.num_rows) if step.row_len else None
-        plan = packing.plan(step.shape)
-        staged = self._next_staged()
-        memory = staged.reserve(plan.num_bytes)
-        memory[:] = step.memory
-        return self._step(staged, plan, packing.arrays(memory, plan), step.num_kept, size)
+        return self._staging.stage(step, size, is_captured=size in self._graphs)
 
     def _padded_size(self, rows: Sequence[Row]) -> StepSize | None:
         longest = max(len(row.token_ids) for row in rows)
         return packing.padded_size(len(rows), longest, self._sizes)
-
-    def _next_staged(self) -> Staged:
-        staged = self._staged[self._num_prepared % len(self._staged)]
-        self._num_prepared += 1
-        return staged
 
     @torch.inference_mode()
     def launch(self, prepared: CudaStep) -> torch.Tensor:
@@ -321,7 +250,7 @@ class CudaForward:
             prepared.staged.copy_to(self._memory[: prepared.packing.num_bytes])
             captured.graph.replay()
             return _kept(captured.logits, captured.keep, prepared)
-        inputs, batch = self._bring(prepared, self._new(prepared.packing.num_bytes))
+        inputs, batch = bring(prepared, self._new(prepared.packing.num_bytes))
         if prepared.size is None:
             return self._compute(inputs, batch, inputs.keep)
         return _kept(self._compute(inputs, batch, None), inputs.keep, prepared)
@@ -348,63 +277,6 @@ class CudaForward:
         """
         return verify_by_parts(self, proposals, masks, clock)
 
-    def _prepare(
-        self,
-        rows: Sequence[Row],
-        keep: Sequence[int],
-        shape: PackingShape,
-        size: StepSize | None = None,
-        follows: Sequence[int | None] = (),
-    ) -> CudaStep:
-        """Packs the inputs of `rows`, padded to `size` if it is given."""
-        plan = packing.plan(shape)
-        staged = self._next_staged()
-        inputs = packing.arrays(staged.reserve(plan.num_bytes), plan)
-        packing.fill(
-            inputs,
-            rows,
-            keep,
-            tables=self._tables,
-            block_size=self._block_size,
-            row_len=None if size is None else size.row_len,
-            follows=follows,
-        )
-        return self._step(staged, plan, inputs, len(keep), size)
-
-    def _step(
-        self,
-        staged: Staged,
-        plan: Packing,
-        inputs: Inputs[np.ndarray],
-        num_kept: int,
-        size: StepSize | None,
-    ) -> CudaStep:
-        return CudaStep(
-            staged=staged,
-            packing=plan,
-            extents=() if size in self._graphs else _extents(inputs),
-            num_kept=num_kept,
-            keeps_first=np.array_equal(inputs.keep[:num_kept], np.arange(num_kept)),
-            size=size,
-        )
-
-    def _bring(
-        self, prepared: CudaStep, memory: torch.Tensor
-    ) -> tuple[Inputs[torch.Tensor], AttentionBatch]:
-        """Queues the copy of a step's inputs to the device memory `memory`. Returns views of the
-        copies.
-        """
-        prepared.staged.copy_to(memory)
-        inputs = tensors(memory, prepared.packing)
-        batch = AttentionBatch(
-            extents=prepared.extents,
-            cu_seqlens_q=inputs.cu_seqlens_q,
-            context_lens=inputs.context_lens,
-            block_tables=inputs.block_tables,
-            slot_mapping=inputs.slot_mapping,
-        )
-        return inputs, batch
-
     def _compute(
         self, inputs: Inputs[torch.Tensor], batch: AttentionBatch, keep: torch.Tensor | None
     ) -> torch.Tensor:
@@ -427,68 +299,6 @@ class CudaForward:
             logits = logits[:, keep]
         return logits[0]
 
-    def _choose_attend(self) -> tuple[Attend, bool]:
-        """Chooses the attention. Also returns True if this attention supports rows that only pad a
-        batch.
-        """
-        if self._attend is not None:
-            self.attention_choice = "given"
-            return self._attend, True
-        if self._is_cuda and triton_attention.available():
-            self.attention_choice = KERNELS
-            return triton_attention.attend, True
-        if self._is_cuda:
-            self._fall_back("triton", "it is not installed; attention is slow without it")
-        self.attention_choice = "torch"
-        return torch_attention.attend, False
-
-    def _choose_way(
-        self, cache: KVCache, ways: Sequence[Way] | None = None, attend: AttendBy | None = None
-    ) -> Way | None:
-        """Measures the ways to attend long rows, and opens the fastest way. Returns None if the
-        Triton kernels are fastest.
-
-        The ways need a record in bf16, and a model that computes in bf16.
-        """
-        config = self._loaded.model.config.get_text_config(decoder=True)
-        trial = PrefillTrial(
-            cache,
-            num_heads=config.num_attention_heads,
-            context_len=self._loaded.context_len,
-            attend=attend or triton_attention.attend,
-            clock=MonotonicClock(),
-        )
-        is_bf16 = cache.kv_format is KVFormat.BF16 and self._loaded.model.dtype is torch.bfloat16
-        if not is_bf16 or not trial.is_possible:
-            log.info("prefill attention: %s", KERNELS)
-            return None
-        wanted = [way for way in ways or all_ways() if way.is_available(self._device)]
-        choice = trial.choose(wanted)
-        log.info("prefill attention: %s", choice)
-        for name, why in choice.failures.items():
-            self._fall_back(f"prefill_{name}", why)
-        if choice.name == KERNELS:
-            return None
-        self.attention_choice = f"{KERNELS}, {choice.name}"
-        way = next(way for way in wanted if way.name == choice.name)
-        way.open(self._device)
-        return way
-
-    def _choose_sampler(self) -> Sampler:
-        """Chooses the sampler, and compiles its kernel."""
-        if self._wanted_sampler is not None or not self._is_cuda:
-            return self._wanted_sampler or choosing.sample
-        if not triton_attention.available():
-            self._fall_back("triton_sampling", "triton is not installed")
-            return choosing.sample
-        dtypes = {self._loaded.model.dtype, torch.float32}  # changed logits are in fp32
-        try:
-            triton_sampling.warm_up(self._loaded.vocab_size, dtypes, self._device)
-        except Exception as error:  # a compiler may raise anything; then torch samples
-            self._fall_back("triton_sampling", error)
-            return choosing.sample
-        return triton_sampling.sample
-
     def _open_padded(self, cache: KVCache) -> None:
         """Compiles layers and kernels, and captures steps. All use padding tokens, whose KV is not
         stored.
@@ -510,12 +320,12 @@ class CudaForward:
         now.
         """
         if self._compiler is not None:
-            self._begin_compilation()
+            self._compiled = _compile_layers(self._loaded.model, self._compiler)
             try:
                 self._run_padded()
             except Exception as error:  # a compiler may raise anything: run without it
-                self._fall_back("torch_compile", error)
-                self._end_compilation()
+                self.device_kernels.fall_back("torch_compile", error)
+                self._drop_compiled()
             else:
                 return
         self._run_padded()
@@ -538,10 +348,10 @@ class CudaForward:
     ) -> tuple[Inputs[torch.Tensor], AttentionBatch]:
         """Copies a batch of padding rows to `memory`; allocates the memory if it is None."""
         shape = size.packed(self._table_width if table_width is None else table_width)
-        prepared = self._prepare([], [], shape, size)
+        prepared = self._staging.pack([], [], shape=shape, size=size)
         num_bytes = prepared.packing.num_bytes
         there = self._new(num_bytes) if memory is None else memory[:num_bytes]
-        return self._bring(prepared, there)
+        return bring(prepared, there)
 
     def _capture_all(self) -> None:
         """Captures decode steps of all sizes, and verification of as many sizes as time and
@@ -563,14 +373,16 @@ class CudaForward:
                     captured[size] = self._capture(size, pool)
         # A model's code may wait for the GPU, or move tensors from which the captured step reads.
         except Exception as error:
-            self._fall_back("cuda_graph", error)
+            self.device_kernels.fall_back("cuda_graph", error)
             captured = {}
         else:
             seconds, num_bytes = spent()
             log.info("%d steps captured: %.1f s, %d MiB", len(captured), seconds, num_bytes >> 20)
             if left_out:
                 sizes = ", ".join(f"{size.num_rows} x {size.row_len}" for size in left_out)
-                self._fall_back("captured_verification", f"no time or memory for rows of {sizes}")
+                self.device_kernels.fall_back(
+                    "captured_verification", f"no time or memory for rows of {sizes}"
+                )
         self._graphs = captured
         self._sizes = tuple(sorted(captured))
 
@@ -588,26 +400,12 @@ class CudaForward:
             logits = self._compute(inputs, batch, None)
         return Captured(graph, inputs.keep, logits)
 
-    def _begin_compilation(self) -> None:
-        torch._dynamo.config.recompile_limit = (
-            MAX_COMPILATIONS  # above torch's limit, torch would silently stop compiling
-        )
-        AttentionInterface.register(BROKEN_OUT, torch.compiler.disable(paged_hook))
-        self._loaded.model.set_attn_implementation(BROKEN_OUT)
-        self._compiled = list(decoder_layers(self._loaded.model))
-        for layer in self._compiled:
-            layer.compile(backend=self._compiler)
-
-    def _end_compilation(self) -> None:
+    def _drop_compiled(self) -> None:
         if self._compiled:
             self._loaded.model.set_attn_implementation(PAGED)
         for layer in self._compiled:
             layer._compiled_call_impl = None  # `nn.Module.compile` cannot be undone in another way
         self._compiled = []
-
-    def _fall_back(self, what: str, why: object) -> None:
-        self.fallbacks[what] += 1
-        log.warning("%s is not used: %s", what, why)
 
     def _new(self, num_bytes: int) -> torch.Tensor:
         """Allocates device memory for the inputs of a step."""
@@ -616,21 +414,29 @@ class CudaForward:
     def _num_blocks_for(self, num_tokens: int) -> int:
         return self._loaded.context.cache.layout.num_blocks_for(num_tokens)
 
-    @property
-    def _block_size(self) -> int:
-        return self._loaded.context.cache.layout.block_size
+
+def _quantise(loaded: LoadedModel) -> None:
+    """Replaces the weights by fp8, where layers allow it."""
+    kept = [
+        *fp8.replace_linears(loaded.model, read_outside=loaded.read_outside).kept,
+        *fp8.replace_experts(loaded.model, loaded.read_outside).kept,
+    ]
+    log.info("not in fp8: %s", ", ".join(kept) or "nothing")
+    if loaded.probe is not None:
+        try_again(loaded, math.inf)
 
 
-def tensors(memory: torch.Tensor, plan: Packing) -> Inputs[torch.Tensor]:
-    """Returns the inputs as views of the bytes in `memory`."""
-    return Inputs(
-        *(
-            memory[place.offset_bytes : place.end_bytes]
-            .view(getattr(torch, place.dtype))
-            .view(place.shape)
-            for place in plan.places
-        )
+def _compile_layers(model: nn.Module, compiler: str | Callable) -> list[nn.Module]:
+    """Compiles each decoder layer at its first use. Returns the layers."""
+    torch._dynamo.config.recompile_limit = (
+        MAX_COMPILATIONS  # above torch's limit it would silently stop compiling
     )
+    AttentionInterface.register(BROKEN_OUT, torch.compiler.disable(paged_hook))
+    model.set_attn_implementation(BROKEN_OUT)
+    layers = list(decoder_layers(model))
+    for layer in layers:
+        layer.compile(backend=compiler)
+    return layers
 
 
 def weights_bytes(model: nn.Module) -> int:
@@ -668,12 +474,6 @@ def _largest_first(sizes: Iterable[StepSize]) -> list[StepSize]:
 def _is_too_much(seconds: float, num_bytes: int) -> bool:
     """True if the captures so far have used up the allowed time or memory."""
     return seconds > MAX_CAPTURE_S or num_bytes > MAX_CAPTURE_BYTES
-
-
-def _extents(inputs: Inputs[np.ndarray]) -> tuple[Extent, ...]:
-    starts = inputs.cu_seqlens_q
-    lens = np.diff(starts)
-    return tuple(map(Extent, starts.tolist(), lens.tolist(), inputs.context_lens.tolist()))
 
 
 def _kept(logits: torch.Tensor, keep: torch.Tensor, prepared: CudaStep) -> torch.Tensor:

@@ -488,7 +488,7 @@ def _choices(forward: CpuForward | CudaForward | SharedForward, attend: object) 
     attention = next((ATTENTIONS[name] for name in names if name in ATTENTIONS), names[-1])
     own = forward.own if isinstance(forward, SharedForward) else forward
     if isinstance(own, CudaForward):
-        attention = own.attention_choice or attention
+        attention = own.device_kernels.attention or attention
         return RunnerChoices(attention, own.num_captured, dict(own.fallbacks))
     return RunnerChoices(attention, 0, {})
 

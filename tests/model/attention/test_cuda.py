@@ -19,12 +19,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engine.config import WeightFormat
 from engine.errors import ConfigError
 from engine.layout import KVFormat, KVLayout, KVSection
-from engine.model import cuda, packing
+from engine.model import cuda, kernels, packing, staging
 from engine.model.attention import plain as torch_attention
 from engine.model.attention.base import build_batch
 from engine.model.attention.choice import PrefillTrial
 from engine.model.attention.kvcache import KVCache, allocate_buffer
 from engine.model.cuda import Captured, CudaForward, resolve_weights
+from engine.model.kernels import DeviceKernels
 from engine.model.packing import PAD_SLOT, PackingShape, StepSize, Tables
 from engine.model.runner import TorchRunner
 from engine.model.sampling import choosing
@@ -76,7 +77,7 @@ def test_inputs_are_consecutive_and_aligned(shape):
 def test_host_and_device_see_the_same_bytes(shape):
     found = packing.plan(shape)
     memory = np.random.default_rng(0).integers(0, 256, found.num_bytes, np.uint8)
-    seen = cuda.tensors(torch.from_numpy(memory), found)
+    seen = staging.tensors(torch.from_numpy(memory), found)
     for array, tensor in zip(packing.arrays(memory, found), seen, strict=True):
         assert np.array_equal(array, tensor.numpy())
         assert array.dtype.name == str(tensor.dtype).removeprefix("torch.")
@@ -314,11 +315,11 @@ def test_captures_of_verification_end_with_their_time_or_memory(loaded, monkeypa
 
 
 def test_without_triton_a_gpu_logs_and_uses_torch_attention(loaded, monkeypatch, caplog):
-    monkeypatch.setattr(cuda.triton_attention, "available", lambda: False)
-    forward = CudaForward(loaded, WeightFormat.FP32)
-    forward._is_cuda = True
-    assert forward._choose_attend() == (torch_attention.attend, False)
-    assert forward.fallbacks == {"triton": 1}
+    monkeypatch.setattr(kernels.triton_attention, "available", lambda: False)
+    chosen = DeviceKernels(loaded, attend=None, sampler=None)
+    chosen._is_cuda = True
+    assert chosen.choose_attend() == (torch_attention.attend, False)
+    assert chosen.fallbacks == {"triton": 1}
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
 
@@ -326,12 +327,12 @@ def test_without_triton_a_gpu_logs_and_uses_torch_attention(loaded, monkeypatch,
 def test_without_its_kernel_a_gpu_logs_and_samples_by_torch(
     loaded, monkeypatch, caplog, is_installed
 ):
-    monkeypatch.setattr(cuda.triton_attention, "available", lambda: is_installed)
-    monkeypatch.setattr(cuda.triton_sampling, "sample", None)  # raises, as a compiler might
-    forward = CudaForward(loaded, WeightFormat.FP32)
-    forward._is_cuda = True
-    assert forward._choose_sampler() is choosing.sample
-    assert forward.fallbacks == {"triton_sampling": 1}
+    monkeypatch.setattr(kernels.triton_attention, "available", lambda: is_installed)
+    monkeypatch.setattr(kernels.triton_sampling, "sample", None)  # raises, as a compiler might
+    chosen = DeviceKernels(loaded, attend=None, sampler=None)
+    chosen._is_cuda = True
+    assert chosen.choose_sampler() is choosing.sample
+    assert chosen.fallbacks == {"triton_sampling": 1}
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
 
@@ -468,7 +469,7 @@ def test_the_fastest_way_to_attend_long_rows_is_opened_and_named(
     loaded = random_model(1, kv_format=KVFormat.BF16)
     loaded.model.to(torch.bfloat16)
     clock = SteppedClock()
-    monkeypatch.setattr(cuda, "MonotonicClock", lambda: clock)
+    monkeypatch.setattr(kernels, "MonotonicClock", lambda: clock)
     monkeypatch.setattr(PrefillTrial, "is_possible", True)
 
     def attend(query, key, value, cache, layer, batch, scoring, way):
@@ -478,21 +479,21 @@ def test_the_fastest_way_to_attend_long_rows_is_opened_and_named(
         return torch_attention.attend(query, key, value, cache, layer, batch, scoring)
 
     ways = [*map(Slow, ("first", "second"), seconds), Slow("third", 0.0)]
-    forward = CudaForward(loaded, WeightFormat.BF16)
-    forward.attention_choice = "triton"
+    device_kernels = DeviceKernels(loaded, attend=None, sampler=None)
+    device_kernels.attention = "triton"
     caplog.set_level(logging.INFO)
-    forward._way = forward._choose_way(fresh_cache(loaded.layout), ways, attend)
-    assert forward.attention_choice == chosen
+    device_kernels._way = device_kernels.choose_way(fresh_cache(loaded.layout), ways, attend)
+    assert device_kernels.attention == chosen
     assert f"prefill attention: {chosen.split()[-1]} (triton 3000.000 ms" in caplog.text
-    assert forward.fallbacks == {"prefill_third": 1}
+    assert device_kernels.fallbacks == {"prefill_third": 1}
     assert [way.is_open for way in ways] == [False, chosen.endswith("second"), False]
-    forward.close()
+    device_kernels.close()
     assert not any(way.is_open for way in ways)
 
 
 def test_other_records_than_bf16_are_read_by_the_triton_kernels(loaded):
-    forward = CudaForward(loaded, WeightFormat.FP32)
-    assert forward._choose_way(fresh_cache(loaded.layout), [Slow("first", 0.0)]) is None
+    chosen = DeviceKernels(loaded, attend=None, sampler=None)
+    assert chosen.choose_way(fresh_cache(loaded.layout), [Slow("first", 0.0)]) is None
 
 
 class SteppedClock:
