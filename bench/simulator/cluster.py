@@ -353,15 +353,11 @@ class _Cluster:
         for store in self._stores.values():
             store.validate()
         for worker in self._workers.values():
-            worker.core.validate()
-            counts = worker.pool.counts()
-            assert counts.free + counts.cached == counts.total, f"{worker.worker_id} leaks"
+            _check_idle(worker)
 
     def result(self) -> SimulatedRun:
         """Returns the results. Call it after `run`."""
-        workers = [
-            WorkerRecord(w.worker_id, w.role, w.busy_s, w.num_steps) for w in self._workers.values()
-        ]
+        workers = [_record_of(worker) for worker in self._workers.values()]
         return SimulatedRun(
             self._trace,
             self._setup,
@@ -550,6 +546,17 @@ class _Cluster:
             self._plan_arrival()
         if not self._goes_on:
             self._future.stop()
+
+
+def _check_idle(worker: SimWorker) -> None:
+    """Asserts that a worker holds no block."""
+    worker.core.validate()
+    counts = worker.pool.counts()
+    assert counts.free + counts.cached == counts.total, f"{worker.worker_id} leaks"
+
+
+def _record_of(worker: SimWorker) -> WorkerRecord:
+    return WorkerRecord(worker.worker_id, worker.role, worker.busy_s, worker.num_steps)
 
 
 def tokens_of(said: Said) -> Tokens:

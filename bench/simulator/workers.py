@@ -257,9 +257,8 @@ class SimWorker:
         elif (held_until_s := self.core.held_until_s) is not None:
             self._future.plan(held_until_s, Rank.ROUTINE, self._on_held_until, None)
         elif (stuck_until_s := self._decode.arrivals.stuck_until_s) is not None:
-            self._future.plan(
-                max(stuck_until_s, self._future.now_s), Rank.ROUTINE, self._on_held_until, None
-            )
+            due_s = max(stuck_until_s, self._future.now_s)
+            self._future.plan(due_s, Rank.ROUTINE, self._on_held_until, None)
 
     def _on_held_until(self, _: None) -> None:
         if self._stretch is None:
@@ -371,9 +370,7 @@ class SimWorker:
         self._run_next()
 
     def _finish(self, stretch: _Stretch) -> list[Effect]:
-        """Passes the results of a stretch to the core. All its steps count as one step of the
-        first step's duration.
-        """
+        """Passes a stretch's results to the core, as one step of the first step's duration."""
         ends_s, num_steps = stretch.ends_s, len(stretch.ends_s)
         self.num_steps += num_steps
         self.busy_s += ends_s[-1] - stretch.began_s

@@ -364,16 +364,7 @@ class StoreHost:
             raise ConfigError(f"store.memory_mib holds no block of {block_bytes} bytes")
         incarnation = Incarnation(secrets.token_hex(8))
         endpoint = TransferEndpoint(
-            EndpointConfig(
-                worker_id=own.name,
-                incarnation=incarnation,
-                identity=Identity(
-                    _raw_fingerprint(info), info.layout, kv_wire_dtype=info.kv_wire_dtype
-                ),
-                secret=own.secret,
-                transport=own.transport,
-                host=own.host,
-            ),
+            _endpoint_config(own, incarnation, info),
             pool=slab.pool,
             clock=clock,
             on_event=self._on_transfer,
@@ -570,6 +561,18 @@ class _StoreListener:
 
     def close(self) -> None:
         pass
+
+
+def _endpoint_config(own: StoreIdentity, incarnation: Incarnation, info: Welcome) -> EndpointConfig:
+    """Returns the settings of an endpoint for blocks like those of the worker with this `info`."""
+    return EndpointConfig(
+        worker_id=own.name,
+        incarnation=incarnation,
+        identity=Identity(_raw_fingerprint(info), info.layout, kv_wire_dtype=info.kv_wire_dtype),
+        secret=own.secret,
+        transport=own.transport,
+        host=own.host,
+    )
 
 
 def _shelf_of(

@@ -138,7 +138,7 @@ class WorkerHost:
             identity.host,
             welcome=self._welcome,
             listen=self._listen,
-            on_lost=self._on_gateway_lost,
+            on_lost=lambda gateway_id: self._inbox.put(GatewayLost(gateway_id)),
         )
         self._role = identity.role
         self._possible = roles_of(identity.role, config)
@@ -255,9 +255,6 @@ class WorkerHost:
             request_ids=self._request_ids,
             possible_roles=self._possible,
         )
-
-    def _on_gateway_lost(self, gateway_id: GatewayId) -> None:
-        self._inbox.put(GatewayLost(gateway_id))
 
     def _welcome(self) -> Welcome:
         return Welcome(
@@ -400,21 +397,13 @@ class WorkerHost:
             counters.update(more)
         measured = {**counters, **self._effort.counters(), "cpu_seconds": cpu_s()}
         load = self._core.load(self._endpoint.source.num_leases, measured)
+        lag_s, self._loop_lag_s = self._loop_lag_s, 0.0
+        gauges = _gauges(lag_s, self._config)
         load = msgspec.structs.replace(
-            load, num_event_batches=self._publisher.num_batches, gauges=self._gauges()
+            load, num_event_batches=self._publisher.num_batches, gauges=gauges
         )
         frame = encode_frame([load])
         self._loop.call_soon_threadsafe(self._sessions.post_all, frame)
-
-    def _gauges(self) -> dict[str, float]:
-        lag_s, self._loop_lag_s = self._loop_lag_s, 0.0
-        found = {**process_gauges(), "loop_lag_seconds": max(lag_s, 0.0)}
-        config = self._config
-        if config.peak_tflops is not None:
-            found["peak_flops_per_second"] = config.peak_tflops * 1e12
-        if config.peak_gb_per_s is not None:
-            found["peak_bytes_per_second"] = config.peak_gb_per_s * 1e9
-        return found
 
     def _change_role(self, message: RoleChanged) -> None:
         """Sends the new role to all gateways. Later gateways receive it with `Welcome`."""
@@ -422,6 +411,15 @@ class WorkerHost:
             log.info("this worker is a %s worker now", message.role)
         self._role = message.role
         self._sessions.post_all(encode_frame([message]))
+
+
+def _gauges(lag_s: float, config: WorkerSettings) -> dict[str, float]:
+    found = {**process_gauges(), "loop_lag_seconds": max(lag_s, 0.0)}
+    if config.peak_tflops is not None:
+        found["peak_flops_per_second"] = config.peak_tflops * 1e12
+    if config.peak_gb_per_s is not None:
+        found["peak_bytes_per_second"] = config.peak_gb_per_s * 1e9
+    return found
 
 
 def roles_of(role: Role, config: WorkerSettings) -> frozenset[Role]:
