@@ -34,7 +34,11 @@ ERRORS = (
     KnownError(400, ("file_quota_exceeded",), "there is no room for more files"),
     KnownError(401, ("invalid_api_key",), "no key, or an unknown or expired one"),
     KnownError(403, ("permission_denied",), "the key may not debug"),
-    KnownError(403, ("host_not_allowed",), "no key is needed, and the `host` is no known name"),
+    KnownError(
+        403,
+        ("host_not_allowed",),
+        "the gateway needs no key, and `host` is not an allowed name",
+    ),
     KnownError(
         404,
         (
@@ -58,7 +62,7 @@ ERRORS = (
     KnownError(
         415,
         ("unsupported_media_type",),
-        "the body has no `content-type`, another one than JSON, or is compressed",
+        "the body's `content-type` is missing or is not JSON, or the body is compressed",
     ),
     KnownError(426, ("upgrade_required",), "a probe for a WebSocket"),
     KnownError(
@@ -74,9 +78,11 @@ ERRORS = (
         503, ("not_ready",), "no worker of the version was known within `router.queue_timeout_s`"
     ),
     KnownError(
-        503, ("overloaded", "grammar_busy"), "too much waits to be parsed or compiled; try again"
+        503,
+        ("overloaded", "grammar_busy"),
+        "too many bodies or grammars wait to be parsed or compiled; try again",
     ),
-    KnownError(503, ("store_failed",), "the file of what is kept cannot be used"),
+    KnownError(503, ("store_failed",), "the file `gateway.store` cannot be used"),
     KnownError(503, ("server_shutdown",), "the server is stopping"),
     KnownError(503, ("request_failed",), "no worker could complete the request"),
     KnownError(504, ("request_timeout",), "the answer took longer than `x-request-timeout`"),
